@@ -1,0 +1,13 @@
+"""Using a trained model.
+
+======================  =========================================================================
+``infer.generate``      ``generate``: text, piece by piece
+``infer.sampling``      ``sample``: the next token from logits
+``infer.text_stream``   ``TextStream``: whole characters from bytes
+``infer.evaluate``      ``evaluate``: loss and sparsity on given text
+``infer.describe``      what a checkpoint or a saved matrix holds
+``infer.benchmark``     each execution path timed against dense
+======================  =========================================================================
+
+Nothing is imported here, so that each part loads only what it needs.
+"""

@@ -1,0 +1,43 @@
+"""The ``twell`` command.
+
+One click command a file; each parses, calls the library and prints, and holds no logic of its own.
+Command modules are imported when their command runs, and import the library inside their functions,
+so that ``twell --help`` imports neither NumPy nor Numba.
+"""
+
+import io
+import sys
+from typing import NoReturn
+
+from twell_numba.cli.group import LazyGroup
+
+COMMANDS = {
+    "train": "Train a sparse transformer.",
+    "generate": "Stream text written by a trained model.",
+    "eval": "Measure a model: loss, perplexity, sparsity by layer.",
+    "inspect": "Show what a checkpoint or a saved matrix holds.",
+    "bench": "Time each path against dense and check its numbers.",
+    "data": "Prepare training text, or describe it.",
+    "doctor": "Show versions, CPU, GPU, and what works here.",
+}
+
+HELP = """Transformers made fast by making them sparse, on NumPy and Numba.
+
+\b
+Start here:
+  twell train --preset tiny
+  twell generate RUN --prompt "def "
+  twell doctor
+"""
+
+twell = LazyGroup("twell", COMMANDS, package="twell_numba.cli", help=HELP)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A model may write characters that a terminal's encoding lacks.
+            stream.reconfigure(errors="replace")
+    twell.main(prog_name="twell")
+    raise AssertionError("main exits in standalone mode")

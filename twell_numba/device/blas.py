@@ -1,9 +1,9 @@
 """Dense matrix products with NumPy's BLAS, in this package's own threads.
 
-After a multi-threaded call, a BLAS library's idle threads spin for a while (OpenBLAS: about 25 ms) and
-slow down whatever runs next on their cores. So large products are split by rows over the threads of
-:mod:`twell_numba.device.threads` with BLAS held to one thread, which is as fast (4.8 against
-4.7 ms for 1024 x 512 x 2048 on 2 cores) and leaves nothing spinning behind.
+After a multi-threaded call, a BLAS library's idle threads spin for a while (OpenBLAS: about 25 ms)
+and slow down whatever runs next on their cores. So large products are split by rows over the
+threads of :mod:`twell_numba.device.threads` with BLAS held to one thread, which is as fast (4.8
+against 4.7 ms for 1024 x 512 x 2048 on 2 cores) and leaves nothing spinning behind.
 """
 
 import threading
@@ -26,9 +26,10 @@ _previous_counts: list[int] = []
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Hold NumPy's BLAS to one thread inside the ``with`` block; nests and may be shared by threads.
+    """Hold NumPy's BLAS to one thread inside the ``with`` block.
 
-    The setting is the process's. The outermost exit puts back what was found.
+    The setting is the process's. Blocks may nest and overlap in several threads; the last exit puts
+    back what was found.
     """
     global _holders, _previous_counts
     libraries = _blas_libraries()

@@ -1,7 +1,7 @@
 """One pool of threads for everything this package runs in parallel on the CPU.
 
-Kernels are compiled without Numba's own parallel regions. Numba's pool and BLAS's pool spin while they
-wait and take the cores from each other: on 2 cores, the forward pass of a sparse FFN (one BLAS
+Kernels are compiled without Numba's own parallel regions. Numba's pool and BLAS's pool spin while
+they wait and take the cores from each other: on 2 cores, the forward pass of a sparse FFN (one BLAS
 product, then two kernels) took 16.2 ms with ``prange`` over OpenMP after 2-threaded BLAS, 11.5 ms
 with ``prange`` after BLAS in this pool, and 6.4 ms with both in this pool. A thread of this pool
 sleeps as soon as it has nothing to do; it runs a kernel or a single-threaded BLAS call
@@ -65,11 +65,12 @@ def run_ranges(
     count : int
         Number of items (rows, heads, neurons).
     grain : int
-        Fewest items worth a thread of their own. With fewer than ``2 * grain`` items, or when called
-        from inside a task, the calling thread does everything, so that tiny work never waits for
-        another thread to wake (about 50 us).
+        Fewest items worth a thread of their own. With fewer than ``2 * grain`` items, or when
+        called from inside a task, the calling thread does everything, so that tiny work never waits
+        for another thread to wake (about 50 us).
     parts_per_thread : int
-        With more than one part a thread, threads that finish early take more parts: for uneven rows.
+        With more than one part a thread, threads that finish early take more parts: for uneven
+        rows.
 
     Notes
     -----

@@ -1,0 +1,13 @@
+"""The transformer and its files.
+
+======================  =========================================================================
+``models.config``       ``ModelConfig``: sizes, checked
+``models.transformer``  ``Transformer``: forward, backward, one step with a cache
+``models.cache``        ``KVCache``
+``models.checkpoint``   ``save_model``, ``load_model``, ``resolve_checkpoint``
+``models.tokenizer``    ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
+``models.atomic``       files and folders that are written whole or not at all
+======================  =========================================================================
+
+Nothing is imported here, so that a config can be read without loading any kernel.
+"""

@@ -1,0 +1,83 @@
+"""The arrays that sparse matrices take: accepted dtypes, byte order and strides."""
+
+import operator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+VALUE_DTYPES = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+
+
+def value_dtype(dtype: Any, owner: str) -> np.dtype:
+    """Return ``dtype`` in native byte order if a sparse matrix can hold it.
+
+    Raises
+    ------
+    TypeError
+        If it is none of :data:`VALUE_DTYPES`; ``owner`` opens the message.
+    """
+    given = np.dtype(dtype)
+    native = given.newbyteorder("=")
+    if native not in VALUE_DTYPES:
+        accepted = ", ".join(accepted.name for accepted in VALUE_DTYPES)
+        raise TypeError(f"{owner}: dtype {given.name} given, one of {accepted} wanted; use astype")
+    return native
+
+
+def value_array(array: Any, owner: str) -> np.ndarray:
+    """Return ``array`` as an ndarray in native byte order, of one of :data:`VALUE_DTYPES`.
+
+    Copies only where the byte order has to change. Strides stay as they are.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{owner}: masked array given, a plain array wanted; use filled()")
+    given = np.asarray(array)
+    return given.astype(value_dtype(given.dtype, owner), copy=False)
+
+
+def kernel_array(array: Any) -> np.ndarray:
+    """Return ``array`` in native byte order, C-contiguous and aligned, as kernels need it.
+
+    The array itself is returned where it is so already.
+    """
+    given = np.asarray(array)
+    native = given.astype(given.dtype.newbyteorder("="), copy=False)
+    return np.require(native, requirements=["C_CONTIGUOUS", "ALIGNED"])
+
+
+def matrix_shape(shape: Any, owner: str) -> tuple[int, int]:
+    """Return ``shape`` as two Python integers, in which products of sizes cannot overflow."""
+    try:
+        rows, columns = (operator.index(size) for size in shape)
+    except (TypeError, ValueError):
+        raise ValueError(f"{owner}: shape {shape!r} given, two whole numbers wanted") from None
+    if rows < 0 or columns < 0:
+        raise ValueError(f"{owner}: shape {(rows, columns)} given, sizes of at least 0 wanted")
+    return rows, columns
+
+
+def index_array(indices: Any, size: int, name: str) -> np.ndarray:
+    """Return ``indices`` as int64 after checking that each is in ``range(size)``.
+
+    Raises
+    ------
+    TypeError
+        If they are not whole numbers.
+    ValueError
+        If they are not one-dimensional, or one is out of range.
+    """
+    given = np.asarray(indices)
+    if given.size == 0 and given.ndim == 1:
+        return np.zeros(0, np.int64)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"{name}: dtype {given.dtype.name} given, whole numbers wanted")
+    if given.ndim != 1:
+        raise ValueError(f"{name}: {given.ndim} dimensions given, 1 wanted")
+    # Compared as Python integers, before the cast: a large uint64 would wrap to a negative int64.
+    smallest, largest = int(given.min()), int(given.max())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"{name}: index {wrong} given, 0 to {size - 1} wanted")
+    return given.astype(np.int64)

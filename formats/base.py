@@ -1,0 +1,435 @@
+"""What all sparse matrices share.
+
+A format is a subclass of :class:`SparseMatrix`. It names its arrays and parameters, and provides a
+constructor that takes them by name, ``_pack``, ``coordinates``, ``validate``, ``_layout`` and
+``_multiply``. Conversions, comparison, copies and files are written here once, in terms of those.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from os import PathLike
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from twell_numba.errors import TwellError
+from twell_numba.formats.arrays import (
+    index_array,
+    matrix_shape,
+    value_array,
+    value_dtype,
+)
+
+FORMATS: dict[str, type["SparseMatrix"]] = {}
+"""The class of each format by its name in files."""
+
+
+class SparseMatrix(ABC):
+    """A matrix of which only the nonzero entries are stored.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Rows and columns.
+    """
+
+    format_name: ClassVar[str]
+    """The format's name in files."""
+    array_names: ClassVar[tuple[str, ...]]
+    """The attributes that hold arrays; the constructor takes them by these names."""
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+    """The whole-number attributes that the constructor needs beside the arrays and the shape."""
+    layout_names: ClassVar[tuple[str, ...]] = ()
+    """The keywords that ``from_dense`` and the other conversions accept."""
+
+    shape: tuple[int, int]
+
+    # NumPy's operators leave `array @ matrix` and `array == matrix` to this class.
+    __array_ufunc__ = None
+    # Compared by value and changeable.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "format_name" in cls.__dict__:
+            FORMATS[cls.format_name] = cls
+
+    # ------------------------------------------------------------------ what a format provides
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+
+    @property
+    @abstractmethod
+    def nnz(self) -> int:
+        """Number of stored entries; zeros that were stored on purpose count (``count_nonzero``)."""
+
+    @abstractmethod
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the stored entries as (rows, columns, values), by row and then by column.
+
+        Each has shape (nnz,); rows and columns are int64. They are copies.
+        """
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check every invariant of the format.
+
+        Raises
+        ------
+        ValueError
+            If one does not hold, with the row, what was given and what is wanted.
+        TypeError
+            If an array has the wrong dtype.
+        """
+
+    @classmethod
+    @abstractmethod
+    def _pack(
+        cls,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        values: np.ndarray,
+        shape: tuple[int, int],
+        **layout: Any,
+    ) -> Self:
+        """Build a matrix from valid, nonzero entries in the order of ``coordinates``."""
+
+    @abstractmethod
+    def _layout(self) -> dict[str, int]:
+        """Return the keywords with which ``_pack`` lays a matrix out as this one is."""
+
+    @abstractmethod
+    def _multiply(self, X: np.ndarray) -> np.ndarray:
+        """Return ``self @ X``, by a kernel imported at call time."""
+
+    def _arrays_to_save(self) -> dict[str, np.ndarray]:
+        """Return the arrays by name as they go into files, without the contents of padding."""
+        return {name: getattr(self, name) for name in self.array_names}
+
+    # ------------------------------------------------------------------ conversions
+
+    @classmethod
+    def from_dense(cls, dense: Any, **layout: Any) -> Self:
+        """Store the nonzero entries of a dense matrix.
+
+        Parameters
+        ----------
+        dense : array, shape (rows, columns)
+            float64, float32, float16 or bfloat16, with any strides and byte order. Not changed.
+        **layout
+            How the format lays them out; see the class.
+
+        Raises
+        ------
+        TypeError
+            If the dtype is another (convert with ``astype``) or a layout keyword is unknown.
+        ValueError
+            If ``dense`` has not two dimensions.
+        """
+        owner = f"{cls.__name__}.from_dense"
+        if hasattr(dense, "tocoo"):
+            raise TypeError(f"{owner}: sparse matrix given, dense array wanted; use from_scipy")
+        array = value_array(dense, owner)
+        if array.ndim != 2:
+            raise ValueError(f"{owner}: {array.ndim} dimensions given, 2 wanted")
+        rows, columns = np.nonzero(_is_nonzero(array))
+        return cls._pack_with(layout, rows, columns, array[rows, columns], array.shape)
+
+    @classmethod
+    def from_coordinates(
+        cls, rows: Any, columns: Any, values: Any, shape: tuple[int, int], **layout: Any
+    ) -> Self:
+        """Store entries given by their places, in any order.
+
+        Entries at the same place are added up, in float64. Zeros are left out.
+
+        Parameters
+        ----------
+        rows, columns : arrays of whole numbers, shape (nnz,)
+        values : array, shape (nnz,)
+        shape : tuple of int
+            Rows and columns of the matrix.
+        **layout
+            How the format lays them out; see the class.
+
+        Raises
+        ------
+        TypeError
+            If a dtype is not accepted or a layout keyword is unknown.
+        ValueError
+            If an index is out of range, the lengths differ, or a sum is too large for the dtype.
+        """
+        owner = f"{cls.__name__}.from_coordinates"
+        shape = matrix_shape(shape, owner)
+        values = value_array(values, owner)
+        rows = index_array(rows, shape[0], f"{owner}: rows")
+        columns = index_array(columns, shape[1], f"{owner}: columns")
+        if not rows.shape == columns.shape == values.shape:
+            raise ValueError(
+                f"{owner}: shapes {rows.shape}, {columns.shape} and {values.shape} given "
+                "for rows, columns and values, equal ones wanted"
+            )
+        rows, columns, values = _sum_duplicates(rows, columns, values, owner)
+        kept = _is_nonzero(values)
+        return cls._pack_with(layout, rows[kept], columns[kept], values[kept], shape)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, **layout: Any) -> Self:
+        """Store the entries of a SciPy sparse matrix or array of any format.
+
+        Duplicate entries are added up, stored zeros are left out, ``matrix`` is not changed.
+
+        Raises
+        ------
+        TypeError
+            If ``matrix`` is not SciPy's, or its dtype is not accepted.
+        ValueError
+            If it has not two dimensions, or its arrays contradict each other.
+        """
+        import scipy.sparse
+
+        owner = f"{cls.__name__}.from_scipy"
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(f"{owner}: {type(matrix).__name__} given, a SciPy sparse matrix wanted")
+        if len(matrix.shape) != 2:
+            raise ValueError(f"{owner}: {len(matrix.shape)} dimensions given, 2 wanted")
+        value_dtype(matrix.dtype, owner)
+        if matrix.format in ("csr", "csc", "bsr"):
+            # SciPy's own conversion trusts the arrays: it reads what lies beyond the last pointer
+            # as entries. Its check cuts that off, in place, so it is done on a copy.
+            matrix = matrix.copy()
+            matrix.check_format(full_check=True)
+        entries = matrix.tocoo()
+        return cls.from_coordinates(entries.row, entries.col, entries.data, matrix.shape, **layout)
+
+    @classmethod
+    def _pack_with(
+        cls,
+        layout: dict[str, Any],
+        rows: np.ndarray,
+        columns: np.ndarray,
+        values: np.ndarray,
+        shape: tuple[int, ...],
+    ) -> Self:
+        for name in layout:
+            if name not in cls.layout_names:
+                raise TypeError(
+                    f"{cls.__name__}: layout keyword {name!r} given, "
+                    f"one of {', '.join(cls.layout_names)} wanted"
+                )
+        return cls._pack(rows, columns, values, (shape[0], shape[1]), **layout)
+
+    def to_dense(self) -> np.ndarray:
+        """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype."""
+        rows, columns, values = self.coordinates()
+        dense = np.zeros(self.shape, self.dtype)
+        dense[rows, columns] = values
+        return dense
+
+    def to_scipy(self) -> Any:
+        """Return the matrix as a ``scipy.sparse.csr_array``.
+
+        SciPy knows neither float16 nor bfloat16: those become float32, which holds them exactly.
+        """
+        import scipy.sparse
+
+        rows, columns, values = self.coordinates()
+        if self.dtype.itemsize == 2:
+            values = values.astype(np.float32)
+        return scipy.sparse.csr_array((values, (rows, columns)), shape=self.shape)
+
+    def astype(self, dtype: Any) -> Self:
+        """Return a copy with values of another dtype, in the same layout.
+
+        Values that round to zero are no longer stored. Values too large for the dtype become
+        infinite with NumPy's ``RuntimeWarning``.
+        """
+        target = value_dtype(dtype, f"{type(self).__name__}.astype")
+        rows, columns, values = self.coordinates()
+        values = values.astype(target)
+        kept = _is_nonzero(values)
+        return self._pack(rows[kept], columns[kept], values[kept], self.shape, **self._layout())
+
+    def to(self, device: str) -> Self:
+        """Return the matrix on a device: the matrix itself where it is there already.
+
+        Raises
+        ------
+        TwellError
+            For ``"cuda"`` and ``"cuda:N"``, which are not supported yet.
+        ValueError
+            For any other name than ``"cpu"``.
+        """
+        name = str(device)
+        if name == "cpu":
+            return self
+        if name == "cuda" or name.startswith("cuda:"):
+            raise TwellError(f"device {name!r} given, but GPU support is not there yet; use 'cpu'")
+        raise ValueError(f"device {name!r} given, 'cpu' wanted")
+
+    def copy(self) -> Self:
+        """Return an independent copy: no array is shared."""
+        return copy.deepcopy(self)
+
+    @property
+    def T(self) -> Self:
+        """The transpose, a new matrix of the same format and layout.
+
+        It is built anew each time, in O(nnz log nnz): keep it where it is used more than once.
+        """
+        rows, columns, values = self.coordinates()
+        # Rows ascend already, so a stable sort by column also leaves them ascending in each column.
+        order = np.argsort(columns, kind="stable")
+        shape = (self.shape[1], self.shape[0])
+        return self._pack(columns[order], rows[order], values[order], shape, **self._layout())
+
+    # ------------------------------------------------------------------ measures
+
+    def count_nonzero(self) -> int:
+        """Return the number of entries that are not zero (NaN is not zero)."""
+        return int(np.count_nonzero(_is_nonzero(self.coordinates()[2])))
+
+    @property
+    def density(self) -> float:
+        """The fraction of the matrix that is not zero; 0.0 for a matrix without elements."""
+        size = self.shape[0] * self.shape[1]
+        return self.count_nonzero() / size if size else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take, padding included."""
+        return sum(getattr(self, name).nbytes for name in self.array_names)
+
+    # ------------------------------------------------------------------ operators
+
+    def __matmul__(self, X: Any) -> np.ndarray:
+        """Return the product with a dense vector or matrix, a NumPy array.
+
+        Parameters
+        ----------
+        X : array, shape (columns,) or (columns, N)
+
+        Returns
+        -------
+        array, shape (rows,) or (rows, N)
+            Of the wider of the two dtypes (float32 for float16 with bfloat16). Rows without entries
+            are +0.0.
+
+        Raises
+        ------
+        TypeError
+            If ``X`` is sparse or not of an accepted dtype.
+        ValueError
+            If the shapes do not fit.
+        """
+        return self._multiply(X)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same matrix, by value.
+
+        Format, layout, dtype, stored zeros and the sign of zeros make no difference; NaN equals NaN
+        in the same place.
+        """
+        if not isinstance(other, SparseMatrix):
+            return NotImplemented
+        if self.shape != other.shape:
+            return False
+        own, others = _nonzero_coordinates(self), _nonzero_coordinates(other)
+        return (
+            np.array_equal(own[0], others[0])
+            and np.array_equal(own[1], others[1])
+            and np.array_equal(own[2], others[2], equal_nan=True)
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Refuse: a sparse matrix becomes dense only where that is asked for."""
+        raise TypeError(
+            f"{type(self).__name__} given where a dense array is wanted; use to_dense()"
+        )
+
+    def __repr__(self) -> str:
+        rows, columns = self.shape
+        nnz = self.nnz
+        parts = [f"{nnz:,} stored entries ({nnz / max(rows * columns, 1):.2%})"]
+        parts += [f"{name} {value}" for name, value in self._layout().items()]
+        parts += [*self._notes(), _readable_size(self.nbytes)]
+        return f"<{type(self).__name__} {rows} x {columns} {self.dtype.name}: {', '.join(parts)}>"
+
+    def _notes(self) -> list[str]:
+        """Return what a format adds to its ``repr``."""
+        return []
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the matrix to one safetensors file, whole or not at all.
+
+        Raises
+        ------
+        TwellError
+            If the file cannot be written; what stood there before is then untouched.
+        """
+        from twell_numba.formats.files import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Read a matrix that ``save`` wrote.
+
+        Raises
+        ------
+        TwellError
+            If the file is missing, truncated, not a matrix of this format or not valid.
+        """
+        from twell_numba.formats.files import load_as
+
+        return load_as(cls, path)
+
+
+def _is_nonzero(values: np.ndarray) -> np.ndarray:
+    """Return where values are not zero: neither 0.0 nor -0.0; NaN is not zero."""
+    return values != values.dtype.type(0)
+
+
+def _nonzero_coordinates(matrix: SparseMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the coordinates without stored zeros, values in float64, which holds all dtypes."""
+    rows, columns, values = matrix.coordinates()
+    kept = _is_nonzero(values)
+    return rows[kept], columns[kept], values[kept].astype(np.float64)
+
+
+def _sum_duplicates(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, owner: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sort entries by row and column, and add up those at the same place."""
+    order = np.lexsort((columns, rows))
+    rows, columns, values = rows[order], columns[order], values[order]
+    is_first = np.ones(rows.size, bool)
+    is_first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+    if is_first.all():
+        return rows, columns, values
+    first = np.flatnonzero(is_first)
+    rows, columns = rows[first], columns[first]
+    sums = np.add.reduceat(values.astype(np.float64), first)
+    with np.errstate(over="ignore"):
+        narrowed = sums.astype(values.dtype)
+    overflowed = np.isfinite(sums) & ~np.isfinite(narrowed.astype(np.float64))
+    if overflowed.any():
+        place = int(np.flatnonzero(overflowed)[0])
+        raise ValueError(
+            f"{owner}: entries at row {rows[place]}, column {columns[place]} add up to "
+            f"{sums[place]:g}, too large for {values.dtype.name}; give values of a wider dtype"
+        )
+    return rows, columns, narrowed
+
+
+def _readable_size(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"

@@ -1,0 +1,122 @@
+"""Hybrid ELL: entries packed by row to one width, and a dense tail."""
+
+from typing import Any, Self
+
+import numpy as np
+
+from twell_numba.formats.ell import ELLMatrix, pack_segments, whole_number
+
+DEFAULT_WIDTH = 128
+LARGEST_INT32 = 2**31 - 1
+
+
+def column_dtype(columns: int) -> np.dtype:
+    """Return the dtype of column numbers in a matrix with that many columns."""
+    return np.dtype(np.int32 if columns <= LARGEST_INT32 else np.int64)
+
+
+class HybridELLMatrix(ELLMatrix):
+    """A matrix of which each row is packed into ``width`` slots; longer rows are kept in the tail.
+
+    Layout keyword of ``from_dense`` and the other conversions: ``width`` (at least 1, default 128).
+
+    Parameters
+    ----------
+    values : array, shape (M, width)
+        float64, float32, float16 or bfloat16.
+    columns : array of int32, shape (M, width)
+        Column numbers, ascending; int64 where F is over 2^31 - 1.
+    counts : array of int32, shape (M,)
+        Used slots; the others may hold anything.
+    shape : tuple of int
+        (M, F).
+    tail_rows : array of int64, shape (R,), optional
+        Rows kept in the tail, ascending; their counts are 0.
+    tail_values : array, shape (R, F), optional
+        Those rows, dense.
+    validate : bool
+        Whether to check all invariants. Without it, wrong arrays lead to wrong memory accesses.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an array has the wrong shape, contents or dtype; see ``validate``.
+    """
+
+    format_name = "hybrid_ell"
+    layout_names = ("width",)
+
+    def __init__(
+        self,
+        values: Any,
+        columns: Any,
+        counts: Any,
+        shape: tuple[int, int],
+        *,
+        tail_rows: Any = None,
+        tail_values: Any = None,
+        validate: bool = True,
+    ) -> None:
+        self._set_arrays(values, columns, counts, shape, tail_rows, tail_values)
+        if validate:
+            self.validate()
+
+    @property
+    def width(self) -> int:
+        """Slots of a row."""
+        return self.values.shape[-1]
+
+    @classmethod
+    def _pack(  # type: ignore[override]
+        cls,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        values: np.ndarray,
+        shape: tuple[int, int],
+        *,
+        width: int = DEFAULT_WIDTH,
+    ) -> Self:
+        arrays = pack_segments(
+            rows,
+            columns,
+            values,
+            shape,
+            segments_per_row=1,
+            segment_width=max(shape[1], 1),
+            slots=whole_number(width, 1, LARGEST_INT32, "HybridELLMatrix: width"),
+            column_dtype=column_dtype(shape[1]),
+        )
+        for name in ("values", "columns", "counts"):
+            arrays[name] = arrays[name][:, 0]
+        return cls(**arrays, shape=shape, validate=False)
+
+    def _layout(self) -> dict[str, int]:
+        return {"width": self.width}
+
+    def _multiply(self, X: np.ndarray) -> np.ndarray:
+        from twell_numba.kernels.ell_product import hybrid_ell_matmul
+
+        return hybrid_ell_matmul(self, X)
+
+    @property
+    def segments_per_row(self) -> int:
+        return 1
+
+    @property
+    def segment_width(self) -> int:
+        return max(self.shape[1], 1)
+
+    @property
+    def _column_dtype(self) -> np.dtype:
+        return column_dtype(self.shape[1])
+
+    @property
+    def _counts_shape(self) -> tuple[int, ...]:
+        return (self.shape[0],)
+
+    def _place(self, segment: int) -> str:
+        return f"row {segment}"
+
+    def _validate_shapes(self) -> None:
+        super()._validate_shapes()
+        whole_number(self.width, 1, None, "HybridELLMatrix: width")

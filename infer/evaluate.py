@@ -1,0 +1,95 @@
+"""How good and how sparse a model is on given text."""
+
+import math
+from typing import TypedDict
+
+import numpy as np
+
+from twell_numba.kernels.cross_entropy import cross_entropy
+from twell_numba.models.tokenizer import TextTokenizer
+from twell_numba.models.transformer import Transformer
+
+
+class Evaluation(TypedDict):
+    """Measured over all predicted tokens.
+
+    ``loss`` is the mean cross entropy in nats a token, ``bits_per_byte`` the same for each byte of
+    text, whatever the tokenizer. Zeros are counted in h, the hidden activations of the FFNs. A
+    neuron is dead if it fired for none of the tokens. Sparsities and fractions are means over
+    layers.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    ffn_activation_sparsity: float
+    nonzeros_per_token: list[float]
+    dead_neuron_fraction: float
+    ffn_weight_sparsity: float
+
+
+def evaluate(
+    model: Transformer, windows: np.ndarray, tokenizer: TextTokenizer, batch_size: int = 8
+) -> Evaluation:
+    """Measure a model on windows of text.
+
+    Parameters
+    ----------
+    model : Transformer
+    windows : ndarray of integers, shape (N, S + 1)
+        In each window, each of the last S tokens is predicted from those before it.
+    tokenizer
+        Says how many bytes the tokens stand for.
+    batch_size : int
+        Windows computed at once; the result depends on it by rounding alone.
+
+    Raises
+    ------
+    ValueError
+        If there is no token to predict.
+    """
+    if windows.ndim != 2 or windows.shape[0] == 0 or windows.shape[1] < 2:
+        raise ValueError(
+            f"windows of shape {windows.shape} given, (windows, tokens) with at least one window "
+            f"of two tokens wanted"
+        )
+    layers = model.ffn_layers
+    total_loss = 0.0
+    nonzeros = np.zeros(len(layers), np.int64)
+    fired = np.zeros((len(layers), model.config.d_ffn), np.bool_)
+    for start in range(0, len(windows), batch_size):
+        batch = np.asarray(windows[start : start + batch_size], np.int64)
+        logits = model.logits(batch[:, :-1])
+        losses, _ = cross_entropy(logits, batch[:, 1:].reshape(-1))
+        total_loss += float(losses.sum(dtype=np.float64))
+        for layer, ffn in enumerate(layers):
+            nonzeros[layer] += ffn.statistics.nonzeros
+            fired[layer] |= ffn.statistics.fired
+
+    targets = windows[:, 1:].reshape(-1)
+    loss = total_loss / targets.size
+    byte_count = len(tokenizer.decode_bytes(targets))
+    nonzeros_per_token = nonzeros / targets.size
+    return Evaluation(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=total_loss / math.log(2) / byte_count,
+        ffn_activation_sparsity=float(1 - nonzeros_per_token.mean() / model.config.d_ffn),
+        nonzeros_per_token=[float(count) for count in nonzeros_per_token],
+        dead_neuron_fraction=float(1 - fired.mean()),
+        ffn_weight_sparsity=ffn_weight_sparsity(model),
+    )
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the loss; infinite where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def ffn_weight_sparsity(model: Transformer) -> float:
+    """Return the fraction of exact zeros among the weights of all feedforward layers."""
+    weights = [parameter.value for ffn in model.ffn_layers for parameter in ffn.parameters()]
+    return 1 - sum(map(np.count_nonzero, weights)) / sum(weight.size for weight in weights)

@@ -1,0 +1,55 @@
+"""``twell data``."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from twell_numba.cli import twell
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(twell, ["data", *map(str, arguments)], prog_name="twell")
+
+
+def write_text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 100)
+    return path
+
+
+def test_a_prepared_file_is_described_as_it_was_made(tmp_path: Path) -> None:
+    source, destination = write_text(tmp_path), tmp_path / "text.bin"
+    made = invoke("prepare", source, destination, "--json")
+    assert made.exit_code == 0
+    described = invoke("info", destination, "--json")
+    assert json.loads(described.stdout) == json.loads(made.stdout)
+    description = json.loads(made.stdout)
+    tokens = description["training_tokens"] + description["validation_tokens"]
+    assert tokens == description["bytes"] == source.stat().st_size
+
+
+def test_text_is_described_with_its_held_out_part(tmp_path: Path) -> None:
+    source = write_text(tmp_path)
+    description = json.loads(invoke("info", source, "--json").stdout)
+    size = source.stat().st_size
+    assert description["files"] == 1
+    assert description["bytes"] == size
+    assert description["training_bytes"] + description["validation_bytes"] == size
+    table = invoke("info", source).stdout
+    assert f"{size:,}" in table
+
+
+def test_a_prepared_file_is_never_overwritten(tmp_path: Path) -> None:
+    source, destination = write_text(tmp_path), tmp_path / "text.bin"
+    destination.write_text("precious")
+    result = invoke("prepare", source, destination)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert destination.read_text() == "precious"
+
+
+def test_missing_data_is_one_line(tmp_path: Path) -> None:
+    result = invoke("info", tmp_path / "missing")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: no data at {tmp_path / 'missing'}")

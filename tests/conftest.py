@@ -1,0 +1,43 @@
+"""Fixtures that all tests share."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run and for every test."""
+    return np.random.default_rng(20260323)
+
+
+@pytest.fixture(scope="session")
+def away_from_kinks() -> Callable[..., None]:
+    """``away_from_kinks(rng, x, weights)`` redraws rows of x until no x W^T is close to 0.
+
+    There a ReLU or an absolute value has a kink, and a finite difference across it means nothing.
+    The first column of x is left as it is.
+    """
+
+    def redraw(rng: np.random.Generator, x: np.ndarray, weights: Sequence[np.ndarray]) -> None:
+        for row in x:
+            while min(np.abs(weight @ row).min() for weight in weights) < 2e-3:
+                row[1:] = rng.standard_normal(row.size - 1)
+
+    return redraw
+
+
+@pytest.fixture(scope="session")
+def gradient_check() -> Callable[..., None]:
+    """``gradient_check(function, parameters, gradients, rng)``, see tests/gradient_check.py."""
+    # the test folders are no packages, so the file is loaded by its path
+    path = Path(__file__).with_name("gradient_check.py")
+    spec = importlib.util.spec_from_file_location("gradient_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.check_gradients

@@ -1,0 +1,97 @@
+"""Descriptions of checkpoints and saved matrices, from their files alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from twell_numba.errors import TwellError
+from twell_numba.formats import HybridELLMatrix, SparseMatrix, TwELLMatrix
+from twell_numba.infer.describe import (
+    describe_checkpoint,
+    describe_matrix,
+    row_length_histogram,
+)
+from twell_numba.models.checkpoint import save_model
+from twell_numba.models.config import ModelConfig
+from twell_numba.models.tokenizer import ByteTokenizer
+from twell_numba.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=256, d_model=8, d_ffn=24, n_layers=2, n_heads=2, n_kv_heads=1, context_length=16
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    save_model(folder, Transformer(CONFIG, np.random.default_rng(0)), ByteTokenizer())
+    return folder
+
+
+def test_a_checkpoint_is_described_by_its_tensors(checkpoint: Path) -> None:
+    description = describe_checkpoint(checkpoint)
+    assert description["config"] == vars(CONFIG)
+    assert description["parameters"] == CONFIG.parameter_count()
+    assert description["bytes"] == 4 * CONFIG.parameter_count()
+    shapes = {tensor["name"]: tensor["shape"] for tensor in description["tensors"]}
+    assert shapes["model.layers.1.mlp.down_proj.weight"] == [8, 24]
+    assert description["step"] is None
+    assert description["resumable"] is False
+
+
+def test_training_state_is_described(checkpoint: Path) -> None:
+    (checkpoint / "training_state.json").write_text(json.dumps({"step": 7}))
+    assert describe_checkpoint(checkpoint)["step"] == 7
+    assert describe_checkpoint(checkpoint)["resumable"] is False
+    (checkpoint / "optimizer.safetensors").touch()
+    assert describe_checkpoint(checkpoint)["resumable"] is True
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": null}'])
+def test_a_damaged_training_state_is_named(checkpoint: Path, content: str) -> None:
+    (checkpoint / "training_state.json").write_text(content)
+    with pytest.raises(TwellError, match="training_state.json is damaged"):
+        describe_checkpoint(checkpoint)
+
+
+def test_truncated_weights_are_named(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(TwellError, match="model.safetensors cannot be read"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("format_class", [TwELLMatrix, HybridELLMatrix])
+def test_a_matrix_is_described(tmp_path: Path, format_class: type[SparseMatrix]) -> None:
+    dense = np.zeros((5, 300), np.float32)
+    dense[0, :3] = 1
+    dense[1, 299] = np.nan
+    dense[2, :] = 2  # into the tail
+    path = tmp_path / "matrix.safetensors"
+    matrix = format_class.from_dense(dense)
+    matrix.save(path)
+    description = describe_matrix(path)
+    assert description["format"] == format_class.__name__
+    assert description["shape"] == [5, 300]
+    assert description["nonzeros"] == 3 + 1 + 300
+    assert description["density"] == pytest.approx(304 / 1500)
+    assert description["dense_bytes"] == dense.nbytes
+    assert description["bytes"] == matrix.nbytes
+    rows = {part["low"]: part["rows"] for part in description["row_lengths"] if part["rows"]}
+    assert rows == {0: 2, 1: 1, 2: 1, 256: 1}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bins"),
+    [
+        ([], []),
+        ([0], [(0, 0, 1)]),
+        ([0, 1, 2, 3, 4], [(0, 0, 1), (1, 1, 1), (2, 3, 2), (4, 7, 1)]),
+        ([8], [(0, 0, 0), (1, 1, 0), (2, 3, 0), (4, 7, 0), (8, 15, 1)]),
+    ],
+)
+def test_rows_are_counted_by_length(lengths: list[int], bins: list[tuple[int, int, int]]) -> None:
+    histogram = row_length_histogram(np.array(lengths, np.int64))
+    assert [tuple(part.values()) for part in histogram] == bins

@@ -1,0 +1,115 @@
+"""The feedforward layers: every path gives the same numbers and the right gradients."""
+
+import numpy as np
+import pytest
+
+from twell_numba.layers.ffn import AUTO_DENSITY, GatedFFN, TwoMatrixFFN
+
+NEURONS, WIDTH = 300, 16
+
+
+def make_layer(rng, gated, path, dtype=np.float64, threshold=2.0):
+    """Return a layer of which few neurons fire when x[:, 0] is 1."""
+    weights = rng.standard_normal((3, NEURONS, WIDTH)) * WIDTH**-0.5
+    weights[0, :, 0] = -threshold
+    gate, up, down = weights.astype(dtype)
+    if gated:
+        return GatedFFN("mlp", gate, up, down, path)
+    return TwoMatrixFFN("mlp", gate, down, path)
+
+
+def make_input(rng, rows, dtype=np.float64):
+    x = rng.standard_normal((rows, WIDTH)).astype(dtype)
+    x[:, 0] = 1
+    return x
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("path", ["dense", "twell"])
+@pytest.mark.parametrize("threshold", [2.0, -1.0])
+def test_gradients(rng, gradient_check, away_from_kinks, gated, path, threshold):
+    ffn = make_layer(rng, gated, path, threshold=threshold)
+    x, dy = make_input(rng, 9), rng.standard_normal((9, WIDTH))
+    away_from_kinks(rng, x, [parameter.value for parameter in ffn.parameters()[:-1]])
+
+    def loss():
+        return np.sum(ffn(x)[0] * dy) + 0.3 * ffn.statistics.absolute_sum
+
+    dx = ffn(x, l1_scale=0.3)[1](dy)
+    parameters = ffn.parameters()
+    gradient_check(
+        loss,
+        [x, *(parameter.value for parameter in parameters)],
+        [dx, *(parameter.grad for parameter in parameters)],
+        rng,
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_paths_agree_in_float32(rng, gated):
+    x, dy = make_input(rng, 200, np.float32), make_input(rng, 200, np.float32)
+    results = {}
+    for path in ("dense", "twell"):
+        ffn = make_layer(np.random.default_rng(1), gated, path, np.float32)
+        y, backprop = ffn(x, l1_scale=1e-3)
+        dx = backprop(dy)
+        results[path] = [y, dx, *(parameter.grad for parameter in ffn.parameters())]
+        assert ffn.statistics.path == path
+    for twell, dense in zip(results["twell"], results["dense"], strict=True):
+        assert np.linalg.norm(twell - dense) <= 1e-5 * np.linalg.norm(dense)
+
+
+@pytest.mark.parametrize("path", ["dense", "twell"])
+def test_statistics(rng, path):
+    ffn = make_layer(rng, True, path)
+    x = make_input(rng, 50)
+    ffn(x)
+    hidden = np.maximum(x @ ffn.gate.value.T, 0) * (x @ ffn.up.value.T)
+    statistics = ffn.statistics
+    assert (statistics.tokens, statistics.neurons) == (50, NEURONS)
+    assert statistics.nonzeros == np.count_nonzero(hidden)
+    assert statistics.absolute_sum == pytest.approx(np.abs(hidden).sum())
+    np.testing.assert_array_equal(statistics.fired, hidden.any(axis=0))
+    assert ffn.measured_density == pytest.approx(np.count_nonzero(hidden) / hidden.size)
+
+
+def test_auto_follows_the_measured_density(rng):
+    x = make_input(rng, 50)
+    ffn = make_layer(rng, True, "auto")
+    assert ffn.measured_density is None
+    paths = []
+    for _ in range(2):
+        ffn(x)
+        paths.append(ffn.statistics.path)
+    assert ffn.measured_density < AUTO_DENSITY
+    ffn.gate.value[:, 0] = 0  # half the neurons fire now
+    for _ in range(2):
+        ffn(x)
+        paths.append(ffn.statistics.path)
+    assert ffn.measured_density > AUTO_DENSITY
+    assert paths == ["dense", "twell", "twell", "dense"]
+
+
+def test_auto_takes_the_path_of_a_density_that_was_set(rng):
+    ffn = make_layer(rng, True, "auto")
+    ffn.measured_density = 0.01
+    ffn(make_input(rng, 3))
+    assert ffn.statistics.path == "twell"
+
+
+def test_no_token_leaves_the_measured_density(rng):
+    ffn = make_layer(rng, True, "auto")
+    ffn.measured_density = 0.25
+    y, backprop = ffn(make_input(rng, 0))
+    assert y.shape == backprop(y).shape == (0, WIDTH)
+    assert ffn.measured_density == 0.25
+
+
+def test_wrong_arguments_are_refused(rng):
+    gate, up, down = rng.standard_normal((3, NEURONS, WIDTH))
+    with pytest.raises(ValueError, match=r"mlp.down_proj.weight of shape \(16, 300\)"):
+        GatedFFN("mlp", gate, up, down.T)
+    with pytest.raises(ValueError, match="'sparse' given, one of auto, dense, twell wanted"):
+        GatedFFN("mlp", gate, up, down, "sparse")
+    with pytest.raises(RuntimeError, match="before its first call"):
+        _ = GatedFFN("mlp", gate, up, down).statistics

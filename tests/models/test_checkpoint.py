@@ -1,0 +1,307 @@
+import json
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from twell_numba.errors import TwellError
+from twell_numba.models.checkpoint import (
+    load_config,
+    load_model,
+    resolve_checkpoint,
+    save_model,
+)
+from twell_numba.models.config import ModelConfig
+from twell_numba.models.tensor_files import read_tensors, write_tensors
+from twell_numba.models.tokenizer import ByteTokenizer
+from twell_numba.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=256,
+    d_model=16,
+    d_ffn=16,  # as wide as the model: a wrong layout of the down projection would fit
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    context_length=32,
+    rope_base=5e4,
+)
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def saved(folder: Path, config: ModelConfig = CONFIG, dtype: type = np.float32) -> Transformer:
+    model = Transformer(config, np.random.default_rng(0), dtype)
+    save_model(folder, model, ByteTokenizer())
+    return model
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ffn", ["gated", "two_matrix"])
+def test_round_trip(tmp_path: Path, ffn: str, tied: bool, dtype: type) -> None:
+    config = replace(CONFIG, ffn=ffn, tied_embeddings=tied)
+    model = saved(tmp_path, config, dtype)
+    loaded, tokenizer = load_model(tmp_path, dtype)
+    assert loaded.config == config
+    assert isinstance(tokenizer, ByteTokenizer)
+    parameters = loaded.parameters()
+    for name, parameter in model.parameters().items():
+        np.testing.assert_array_equal(parameters[name].value, parameter.value)
+        assert parameters[name].value.dtype == dtype
+        assert parameters[name].value.flags.c_contiguous
+        assert parameters[name].value.flags.writeable
+    assert (loaded.head.weight is loaded.embedding.table) == tied
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_layout_on_disk(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    np.testing.assert_array_equal(tensors[DOWN], model.parameters()[DOWN].value.T)
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    np.testing.assert_array_equal(tensors[gate], model.parameters()[gate].value)
+
+
+def test_config_on_disk(tmp_path: Path) -> None:
+    saved(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "rope_theta": 5e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "relu",
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    assert {key: content[key] for key in expected} == expected
+
+
+def test_a_two_matrix_model_does_not_pass_for_a_llama(tmp_path: Path) -> None:
+    saved(tmp_path, replace(CONFIG, ffn="two_matrix"))
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["ffn"] == "two_matrix"
+    assert content["model_type"] != "llama"
+    assert content["architectures"] != ["LlamaForCausalLM"]
+
+
+def test_files_have_the_usual_rights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "usual").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_other_dtypes_are_read_into_the_one_asked_for(tmp_path: Path, dtype: type) -> None:
+    model = saved(tmp_path)
+    edit_tensors(
+        tmp_path, lambda tensors: tensors.update({k: v.astype(dtype) for k, v in tensors.items()})
+    )
+    loaded, _ = load_model(tmp_path)
+    for name, parameter in model.parameters().items():
+        expected = parameter.value.astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(loaded.parameters()[name].value, expected)
+        assert loaded.parameters()[name].value.dtype == np.float32
+
+
+def test_older_form_of_the_rotary_base(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, rope_parameters=None, rope_theta=123.0)
+    assert load_config(tmp_path).rope_base == 123.0
+
+
+def test_a_copy_of_the_tied_head_is_accepted_if_equal(tmp_path: Path) -> None:
+    saved(tmp_path)
+    table = "model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[table]}))
+    load_model(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 1}))
+    with pytest.raises(TwellError, match="lm_head.weight that differs"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"model_type": None}, "model_type None"),
+        ({"ffn": ["gated"]}, "ffn"),
+        ({"hidden_act": "silu"}, "hidden_act 'silu' given, 'relu' wanted"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"head_dim": 8}, "head_dim 8"),
+        ({"hidden_size": "16"}, "d_model='16'"),
+        ({"num_attention_heads": 3}, "not divisible"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "has a tensor model.layers.1"),
+        ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+        ({"intermediate_size": 24}, r"shape \(16, 16\), shape \(24, 16\) wanted"),
+        ({"vocab_size": 255}, "tokenizer of 256 tokens for a model of 255"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(
+    tmp_path: Path, changes: dict, message: str
+) -> None:
+    saved(tmp_path)
+    edit_config(tmp_path, **changes)
+    refused(tmp_path, message)
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(TwellError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act"]
+)
+def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
+    saved(tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content[key]
+    path.write_text(json.dumps(content))
+    refused(tmp_path, key)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    saved(tmp_path)
+    (tmp_path / name).unlink()
+    refused(tmp_path, "holds no checkpoint" if name == "config.json" else f"{name} is missing")
+
+
+@pytest.mark.parametrize("content", ["", "{", "\ufffd", "[]", "7"])
+def test_a_config_that_is_no_description(tmp_path: Path, content: str) -> None:
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text(content, encoding="utf-16")
+    refused(tmp_path, "config.json is not JSON")
+    (tmp_path / "config.json").write_text(content)
+    refused(tmp_path, "config.json (is not JSON|does not describe a model)")
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_weights(tmp_path: Path, kept: int) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    refused(tmp_path, "model.safetensors cannot be read as safetensors.*truncated")
+
+
+def test_foreign_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(1000))
+    refused(tmp_path, "model.safetensors cannot be read")
+
+
+def test_split_weights(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.rename(tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    refused(tmp_path, "split over several files")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop(DOWN), f"no tensor {DOWN} "),
+        (lambda tensors: tensors.update(extra=np.zeros(1)), "has a tensor extra"),
+        (lambda tensors: tensors.update({DOWN: np.zeros((16, 8))}), r"shape \(16, 8\)"),
+        (lambda tensors: tensors.update({DOWN: np.zeros((16, 16), np.int8)}), "dtype int8"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, edit: Callable[[dict[str, np.ndarray]], object], message: str
+) -> None:
+    saved(tmp_path)
+    edit_tensors(tmp_path, edit)
+    refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(6.0)[::-2],
+        np.arange(6, dtype=">f4"),
+        np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 3).T,
+        np.zeros((0, 3), np.float32),
+    ],
+    ids=["transposed", "fortran", "reversed", "big-endian", "bfloat16", "empty"],
+)
+def test_any_memory_layout_comes_back(tmp_path: Path, array: np.ndarray) -> None:
+    write_tensors(tmp_path / "x.safetensors", {"x": array})
+    read = read_tensors(tmp_path / "x.safetensors")["x"]
+    assert read.shape == array.shape
+    assert read.tolist() == array.tolist()
+
+
+def test_full_disk_keeps_the_previous_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"x": np.ones(3)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(TwellError, match=r"cannot write .*x.safetensors: .*File too large"):
+            write_tensors(path, {"x": np.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+    assert read_tensors(path)["x"].tolist() == [1, 1, 1]
+
+
+def test_newest_checkpoint_is_found(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".1f.step-999").mkdir()
+    (tmp_path / "checkpoints" / "step-x").mkdir()
+    newest = tmp_path / "checkpoints" / "step-100"
+    saved(newest)
+    assert resolve_checkpoint(tmp_path) == newest
+    assert resolve_checkpoint(tmp_path / "checkpoints") == newest
+    assert resolve_checkpoint(str(newest)) == newest
+    assert load_model(tmp_path)[0].config == CONFIG
+
+
+def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, message in [("none", "does not exist"), ("file", "is a file"), ("", "holds no")]:
+        with pytest.raises(TwellError, match=message) as caught:
+            resolve_checkpoint(tmp_path / name)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,63 @@
+from dataclasses import replace
+
+import pytest
+
+from twell_numba.errors import UsageError
+from twell_numba.models.config import ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=256,
+    d_model=64,
+    d_ffn=160,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    context_length=128,
+)
+
+
+def test_a_right_config_passes() -> None:
+    CONFIG.validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("vocab_size", 0, "vocab_size=0"),
+        ("d_ffn", 1.5, "d_ffn=1.5"),
+        ("n_layers", True, "n_layers=True"),
+        ("n_heads", 3, "d_model=64 is not divisible by n_heads=3"),
+        ("n_heads", 64, "even width"),
+        ("n_kv_heads", 3, "n_heads=4 is not divisible by n_kv_heads=3"),
+        ("n_kv_heads", 8, "n_heads=4 is not divisible by n_kv_heads=8"),
+        ("rope_base", -1.0, "rope_base=-1.0"),
+        ("norm_eps", float("nan"), "norm_eps=nan"),
+        ("norm_eps", "small", "norm_eps='small'"),
+        ("tied_embeddings", "yes", "tied_embeddings='yes'"),
+        ("ffn", "glu", "ffn='glu' given, one of gated, two_matrix"),
+        ("activation", "silu", "activation='silu'"),
+    ],
+)
+def test_a_wrong_field_is_one_line(field: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        replace(CONFIG, **{field: value}).validate()  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        # V D + L (2 D + 2 D D + 2 (D / 2) D + 3 F D) + D
+        ({}, 256 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 3 * 160 * 64) + 64),
+        ({"ffn": "two_matrix"}, 256 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 2 * 160 * 64) + 64),
+        ({"tied_embeddings": False}, 2 * 256 * 64 + 2 * (2 * 64 + 3 * 64 * 64 + 3 * 160 * 64) + 64),
+    ],
+)
+def test_parameter_count(changes: dict, count: int) -> None:
+    assert replace(CONFIG, **changes).parameter_count() == count
+
+
+def test_the_published_sizes() -> None:
+    """D 2048, F 5632, 8 layers, vocabulary 49152: the model called 0.5B."""
+    published = ModelConfig(49152, 2048, 5632, 8, 32, 32, 2048, rope_base=1e5)
+    assert 0.45e9 < published.parameter_count() < 0.55e9

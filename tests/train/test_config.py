@@ -1,0 +1,187 @@
+"""Settings: presets, files, overrides, and what is refused."""
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.train.config import (
+    TrainConfig,
+    parse_override,
+    read_toml,
+    require_resumable,
+    resolve,
+    with_overrides,
+)
+from twell_numba.train.presets import PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_valid(preset):
+    assert resolve(preset).preset == preset
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("tiny", 1.1),
+        ("small", 10.2),
+        ("base", 124.3),
+        ("paper-0.5b", 512),
+        ("paper-1b", 1026),
+        ("paper-1.5b", 1539),
+        ("paper-2b", 2053),
+    ],
+)
+def test_presets_have_the_sizes_they_are_named_for(preset, millions):
+    config = resolve(preset)
+    vocab_size = config.bpe_vocab_size if config.tokenizer == "bpe" else 256
+    count = config.model_config(vocab_size).parameter_count()
+    assert count / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_paper_presets_train_on_512_sequences_of_2048_a_step():
+    assert resolve("paper-1b").tokens_per_step == 512 * 2048
+
+
+def test_later_sources_win(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('preset = "small"\nseed = 3\nsteps = 7\n')
+    config = resolve(None, file, ["steps=9"])
+    assert (config.preset, config.seed, config.steps) == ("small", 3, 9)
+    assert config.d_model == PRESETS["small"]["d_model"]
+    assert resolve("tiny", file).preset == "tiny"
+    assert resolve(None, file, ["preset=base"]).preset == "base"
+
+
+def test_warmups_follow_the_number_of_steps_unless_given():
+    tenth = PRESETS["tiny"]["steps"] // 10
+    config = resolve("tiny", overrides=[f"steps={tenth}"])
+    assert config.warmup_steps == PRESETS["tiny"]["warmup_steps"] // 10
+    assert config.l1_warmup_steps == PRESETS["tiny"]["l1_warmup_steps"] // 10
+    config = resolve("tiny", overrides=[f"steps={tenth}", "warmup_steps=5"])
+    assert config.warmup_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("learning_rate=1", 1.0),
+        ("learning_rate=3e-4", 3e-4),
+        ("steps = 12", 12),
+        ("revive_dead=true", True),
+        ("data=my texts/a=b.txt", "my texts/a=b.txt"),
+        ('data="quoted"', "quoted"),
+        ("sample_prompt='def '", "def "),
+        ("data='unclosed", "'unclosed"),
+    ],
+)
+def test_override_values(override, value):
+    key, parsed = parse_override(override)
+    assert parsed == value
+    assert type(parsed) is type(value)
+    assert key == override.split("=")[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "key=value wanted"),
+        ("lerning_rate=1", "did you mean 'learning_rate'"),
+        ("steps=many", "a whole number wanted"),
+        ("steps=1.5", "a whole number wanted"),
+        ("steps=true", "a whole number wanted"),
+        ("steps=", "a whole number wanted"),
+        ("learning_rate=true", "a number wanted"),
+        ("learning_rate=nan", "a finite number wanted"),
+        ("learning_rate=inf", "a finite number wanted"),
+        ("revive_dead=1", "true or false wanted"),
+        ("steps=0", "at least 1 wanted"),
+        ("batch_size=0", "at least 1 wanted"),
+        ("seed=-1", "at least 0 wanted"),
+        ("learning_rate=0", "above 0 wanted"),
+        ("l1_activation=-1e-5", "at least 0 wanted"),
+        ("beta2=1.0", "less than 1 wanted"),
+        ("minimum_learning_rate_fraction=2", "from 0 to 1 wanted"),
+        ("n_heads=3", "d_model=128 is not divisible by n_heads=3"),
+        ("n_kv_heads=3", "n_heads=4 is not divisible by n_kv_heads=3"),
+        ("ffn=moe", "gated, two_matrix wanted"),
+        ("ffn_path=fast", "auto, dense, twell wanted"),
+        ("tokenizer=word", "byte, bpe wanted"),
+        ("data=", "stdlib, a file"),
+        ("sample_prompt=", "at least one character"),
+        ("preset=tny", "did you mean 'tiny'"),
+    ],
+)
+def test_wrong_overrides_are_refused_in_one_line(override, message):
+    with pytest.raises(UsageError) as caught:
+        resolve(overrides=[override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bpe_needs_more_ids_than_bytes():
+    with pytest.raises(UsageError, match="more than 256 wanted"):
+        resolve(overrides=["tokenizer=bpe", "bpe_vocab_size=256"])
+
+
+def test_unknown_preset_is_refused_with_a_suggestion():
+    with pytest.raises(UsageError, match="no preset is called 'smal'; did you mean 'small'"):
+        resolve("smal")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps = [1]", r"steps=\[1\] given, a whole number wanted"),
+        ('steps = "100"', "steps='100' given, a whole number wanted"),
+        ("preset = 3", "preset=3 given, a string wanted"),
+        ("[train]\nsteps = 1", "settings have no sections"),
+        ("step = 1", "did you mean 'steps'"),
+    ],
+)
+def test_wrong_config_files_are_refused(tmp_path, text, message):
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        resolve(config_file=file)
+
+
+@pytest.mark.parametrize("content", [b"steps 100", b"\xff\xfe\x00", b"steps = "])
+def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path, content):
+    file = tmp_path / "settings.toml"
+    file.write_bytes(content)
+    with pytest.raises(TwellError, match="is not a TOML file") as caught:
+        read_toml(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_config_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(TwellError, match="no config file"):
+        read_toml(tmp_path / "none.toml")
+    with pytest.raises(TwellError, match="cannot read config file"):
+        read_toml(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "prompt", ['quotes " and \\', "line\nbreak\ttab", "Ærø 🎈", "\x00\x1b\x7f\x85", "# [a] = 'b'"]
+)
+def test_toml_round_trip_of_awkward_values(tmp_path, prompt):
+    config = TrainConfig(sample_prompt=prompt, learning_rate=0.1 + 0.2, adam_eps=1e-30)
+    file = tmp_path / "config.toml"
+    file.write_text(config.to_toml(), encoding="utf-8", newline="")
+    assert TrainConfig(**read_toml(file)) == config
+    assert tomllib.loads(config.to_toml()) == dataclasses.asdict(config)
+
+
+def test_text_that_is_not_unicode_is_refused():
+    with pytest.raises(UsageError, match="valid Unicode wanted"):
+        resolve(overrides=["data=caf\udce9"])
+
+
+def test_resuming_may_change_reports_and_steps_only():
+    config = resolve("tiny")
+    require_resumable(config, with_overrides(config, ["steps=2000", "eval_interval=7"]))
+    with pytest.raises(UsageError, match="learning_rate=0.1 given to resume"):
+        require_resumable(config, with_overrides(config, ["learning_rate=0.1"]))

@@ -1,0 +1,571 @@
+"""Whole training runs of a toy model: what they write, how they stop, how they go on."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.models.tensor_files import read_tensors
+from twell_numba.models.transformer import Transformer
+from twell_numba.train import Interrupted, TrainConfig, train
+from twell_numba.train import checkpoints as checkpoints_module
+from twell_numba.train.config import with_overrides
+from twell_numba.train.interrupt import InterruptFlag
+from twell_numba.train.loop import load_corpus
+from twell_numba.train.prepared import prepare
+from twell_numba.train.report import Reporter
+from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.trainer import Diverged, Trainer
+
+SUMMARY_KEYS = {
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "ffn_activation_sparsity",
+    "nonzeros_per_token",
+    "dead_neuron_fraction",
+    "ffn_weight_sparsity",
+    "steps",
+    "tokens",
+    "tokens_per_second",
+    "seconds",
+    "device",
+    "seed",
+}
+METRICS_KEYS = {
+    "step",
+    "tokens",
+    "loss",
+    "l1_loss",
+    "gradient_norm",
+    "learning_rate",
+    "l1_strength",
+    "tokens_per_second",
+    "activation_sparsity",
+    "nonzeros_per_token",
+    "dead_neuron_fraction",
+    "ffn_paths",
+}
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    lines = [f"def function_{n}(x):\n    return x * {n * n % 97}\n" for n in range(200)]
+    file.write_text("".join(lines))
+    return file
+
+
+@pytest.fixture
+def config(text_file):
+    return TrainConfig(
+        data=str(text_file),
+        steps=12,
+        d_model=16,
+        d_ffn=24,
+        n_layers=2,
+        n_heads=2,
+        context_length=16,
+        batch_size=4,
+        learning_rate=1e-2,
+        warmup_steps=3,
+        l1_activation=1e-2,
+        l1_warmup_steps=4,
+        dead_neuron_window=3,
+        log_interval=2,
+        eval_interval=5,
+        eval_batches=2,
+        sample_interval=6,
+        sample_tokens=8,
+        checkpoint_interval=4,
+        keep_checkpoints=3,
+    )
+
+
+class InterruptingReporter(Reporter):
+    """Presses Ctrl-C, or dies, when a step is done."""
+
+    def __init__(self, step, error=None):
+        self._step = step
+        self._error = error
+
+    def step(self, step, seconds_left):
+        if step == self._step:
+            if self._error is not None:
+                raise self._error
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def quiet_train(config, run, resume=False, report=None):
+    return train(config, run, resume, report or Reporter())
+
+
+def outcome(run):
+    """Everything in a run that must not depend on whether it was interrupted."""
+    folder = RunFolder(run)
+    step, checkpoint = folder.latest_checkpoint()
+    state = json.loads((checkpoint / "training_state.json").read_text())
+    del state["clocks"]
+    rows = folder.read_metrics()
+    for row in rows:
+        del row["tokens_per_second"]
+    tensors = {
+        name: tensor.tobytes()
+        for file in ("model.safetensors", "optimizer.safetensors")
+        for name, tensor in read_tensors(checkpoint / file).items()
+    }
+    samples = {path.name: path.read_text() for path in folder.samples_path.iterdir()}
+    summary = json.loads(folder.summary_path.read_text())
+    del summary["tokens_per_second"], summary["seconds"]
+    return step, state, rows, tensors, samples, summary
+
+
+def test_a_run_writes_what_it_promises(tmp_path, config, capsys):
+    run = tmp_path / "run"
+    summary = train(config, run)
+    assert capsys.readouterr().out == ""
+    folder = RunFolder(run)
+    assert summary.keys() == SUMMARY_KEYS
+    assert json.loads(folder.summary_path.read_text()) == summary
+    assert (summary["steps"], summary["tokens"], summary["seed"]) == (12, 12 * 64, 0)
+    assert summary["loss"] < np.log(256) - 0.5, "it has learnt something"
+    assert summary["perplexity"] == pytest.approx(np.exp(summary["loss"]))
+
+    rows = folder.read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 4, 5, 6, 8, 10, 12]
+    evaluated = [row["step"] for row in rows if "validation_loss" in row]
+    assert evaluated == [5, 10, 12]
+    for row in rows:
+        assert row.keys() - {"validation_loss"} == METRICS_KEYS
+        assert len(row["nonzeros_per_token"]) == len(row["ffn_paths"]) == config.n_layers
+        assert row["tokens"] == row["step"] * 64
+    assert rows[-1]["validation_loss"] == summary["loss"]
+    assert rows[0]["tokens_per_second"] is None
+    assert rows[-1]["l1_strength"] == config.l1_activation
+
+    assert folder.checkpoint_steps() == [4, 8, 12]
+    assert sorted(path.name for path in folder.checkpoint_path(12).iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "tokenizer.json",
+        "training_state.json",
+    ]
+    assert sorted(path.name for path in folder.samples_path.iterdir()) == [
+        "step-12.txt",
+        "step-6.txt",
+    ]
+    assert (folder.samples_path / "step-6.txt").read_text().startswith("def ")
+    assert folder.read_config() == config
+
+
+def test_the_same_seed_gives_the_same_run_and_another_a_different_one(tmp_path, config):
+    quiet_train(config, tmp_path / "first")
+    quiet_train(config, tmp_path / "second")
+    assert outcome(tmp_path / "first") == outcome(tmp_path / "second")
+    quiet_train(with_overrides(config, ["seed=1"]), tmp_path / "third")
+    assert outcome(tmp_path / "third")[3] != outcome(tmp_path / "first")[3]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["gradient_accumulation=2", "batch_size=2"],
+        ["revive_dead=true", "l1_activation=3"],
+        ["ffn=two_matrix", "tied_embeddings=false", "ffn_path=twell", "n_kv_heads=1"],
+        ["tokenizer=bpe", "bpe_vocab_size=280"],
+    ],
+    ids=lambda overrides: overrides[0] if overrides else "plain",
+)
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, config, overrides):
+    """Faults 70 and 72: stopped at a checkpoint, between two, and by a crash."""
+    config = with_overrides(config, overrides)
+    quiet_train(config, tmp_path / "whole")
+
+    run = tmp_path / "interrupted"
+    with pytest.raises(Interrupted, match=r"step 3 of 12 and saved.*twell train --resume"):
+        quiet_train(config, run, report=InterruptingReporter(3))
+    with pytest.raises(Interrupted):
+        quiet_train(None, run, resume=True, report=InterruptingReporter(4))
+    with pytest.raises(RuntimeError, match="power failure"):
+        quiet_train(None, run, True, InterruptingReporter(7, RuntimeError("power failure")))
+    assert RunFolder(run).latest_checkpoint()[0] == 4
+    assert RunFolder(run).read_metrics()[-1]["step"] == 6
+    quiet_train(None, run, resume=True)
+    assert outcome(run) == outcome(tmp_path / "whole")
+
+
+def test_a_path_chosen_by_density_is_chosen_alike_after_a_resume(tmp_path, config):
+    config = with_overrides(config, ["l1_activation=3", "steps=16"])
+    quiet_train(config, tmp_path / "whole")
+    paths = {tuple(row["ffn_paths"]) for row in RunFolder(tmp_path / "whole").read_metrics()}
+    assert len(paths) > 1, "no layer changed its path: the test shows nothing"
+    for stop in (6, 11):
+        run = tmp_path / f"run-{stop}"
+        with pytest.raises(Interrupted):
+            quiet_train(config, run, report=InterruptingReporter(stop))
+        quiet_train(None, run, resume=True)
+        assert outcome(run) == outcome(tmp_path / "whole")
+
+
+def test_a_finished_run_goes_on_only_with_more_steps(tmp_path, config):
+    run = tmp_path / "run"
+    quiet_train(config, run)
+    before = outcome(run)
+    with pytest.raises(TwellError, match="has finished its 12 steps"):
+        quiet_train(None, run, resume=True)
+    assert outcome(run) == before
+    longer = with_overrides(config, ["steps=14"])
+    assert quiet_train(longer, run, resume=True)["steps"] == 14
+    assert [row["step"] for row in RunFolder(run).read_metrics()][-3:] == [10, 12, 14]
+    assert RunFolder(run).read_config() == longer
+
+
+def test_a_run_is_resumed_only_with_its_own_settings_and_data(tmp_path, config, text_file):
+    text = tmp_path / "text.txt"
+    text.write_bytes(text_file.read_bytes())
+    config = with_overrides(config, [f"data={text}"])
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        quiet_train(config, run, report=InterruptingReporter(3))
+    with pytest.raises(UsageError, match="d_model=32 given to resume a run with d_model=16"):
+        quiet_train(with_overrides(config, ["d_model=32"]), run, resume=True)
+    text.write_bytes(text_file.read_bytes().replace(b"return", b"retorn", 1))
+    with pytest.raises(TwellError, match="is not what .* was trained on"):
+        quiet_train(None, run, resume=True)
+    text.write_bytes(text_file.read_bytes())
+    quiet_train(None, run, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("training_state.json", b"{}"),
+        ("training_state.json", b'{"version": 1, "ste'),
+        ("optimizer.safetensors", b"short"),
+        ("model.safetensors", b"short"),
+        ("config.json", b"[]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, config, name, damage):
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        quiet_train(config, run, report=InterruptingReporter(1))
+    (RunFolder(run).checkpoint_path(1) / name).write_bytes(damage)
+    metrics = RunFolder(run).metrics_path.read_bytes()
+    with pytest.raises(TwellError) as caught:
+        quiet_train(None, run, resume=True)
+    assert "\n" not in str(caught.value)
+    assert "step-1" in str(caught.value)
+    assert RunFolder(run).metrics_path.read_bytes() == metrics
+
+
+def test_a_state_that_lacks_something_is_refused(tmp_path, config):
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        quiet_train(config, run, report=InterruptingReporter(1))
+    path = RunFolder(run).checkpoint_path(1) / "training_state.json"
+    state = json.loads(path.read_text())
+    for key in ("sampler", "revival", "dead_neurons", "ffn_density", "clocks", "step"):
+        path.write_text(json.dumps({name: state[name] for name in state if name != key}))
+        with pytest.raises(TwellError, match="is damaged"):
+            quiet_train(None, run, resume=True)
+
+
+def gradients(config, model_seed=3):
+    """Return loss, L1 loss and gradients of one step in float64."""
+    corpus = load_corpus(config)
+    model = Transformer(
+        config.model_config(256), np.random.default_rng(model_seed), dtype=np.float64
+    )
+    trainer = Trainer(config, corpus, model)
+    result = trainer.take_step()
+    return result, {name: parameter.grad for name, parameter in trainer.parameters.items()}
+
+
+def test_one_batch_of_eight_is_eight_batches_of_one(config):
+    """Fault 74: for the loss, the L1 term and every gradient."""
+    config = with_overrides(config, ["l1_activation=0.5", "l1_warmup_steps=0", "ffn_path=dense"])
+    whole, expected = gradients(with_overrides(config, ["batch_size=8"]))
+    parts, found = gradients(with_overrides(config, ["batch_size=1", "gradient_accumulation=8"]))
+    assert whole.l1_loss > 0
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert parts.l1_loss == pytest.approx(whole.l1_loss, rel=1e-12)
+    assert parts.statistics.nonzeros_per_token() == whole.statistics.nonzeros_per_token()
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-9, atol=1e-13, err_msg=name)
+
+
+def test_the_l1_term_is_in_the_gradient_with_the_weight_it_is_reported_with(config):
+    """A finite difference of loss + L1 along a random direction, in float64."""
+    config = with_overrides(config, ["l1_activation=0.5", "l1_warmup_steps=0", "ffn_path=dense"])
+    corpus = load_corpus(config)
+    direction_rng = np.random.default_rng(5)
+    totals = {}
+    slope = 0.0
+    shapes = config.model_config(256).parameter_shapes()
+    direction = {name: direction_rng.standard_normal(shape) for name, shape in shapes.items()}
+    for offset in (-1e-6, 0.0, 1e-6):
+        model = Transformer(config.model_config(256), np.random.default_rng(3), dtype=np.float64)
+        for name, parameter in model.parameters().items():
+            parameter.value += offset * direction[name]
+        trainer = Trainer(config, corpus, model)
+        result = trainer.take_step()
+        totals[offset] = result.loss + result.l1_loss
+        if offset == 0.0:
+            slope = sum(
+                float(np.vdot(parameter.grad, direction[name]))
+                for name, parameter in trainer.parameters.items()
+            )
+    measured = (totals[1e-6] - totals[-1e-6]) / 2e-6
+    assert slope == pytest.approx(measured, rel=1e-4)
+
+
+def test_revival_changes_gates_of_dead_neurons_only(config):
+    """Fault 77, in a run: the same step with and without revival."""
+    config = with_overrides(config, ["dead_neuron_window=1"])
+    corpus = load_corpus(config)
+    trainers = []
+    for revive in ("false", "true"):
+        trainer = Trainer(with_overrides(config, [f"revive_dead={revive}"]), corpus)
+        # Neuron 0 of layer 1 never fires: its gate row is zero.
+        trainer.parameters["model.layers.1.mlp.gate_proj.weight"].value[0] = 0
+        trainer.take_step()
+        trainers.append(trainer)
+    without, with_revival = trainers
+    dead = without.dead_neurons.dead()
+    assert dead[1, 0]
+    for name, parameter in without.parameters.items():
+        revived = with_revival.parameters[name].value
+        if name.endswith("gate_proj.weight"):
+            layer = int(name.split(".")[2])
+            changed = (revived != parameter.value).any(axis=1)
+            np.testing.assert_array_equal(changed, dead[layer])
+        else:
+            np.testing.assert_array_equal(revived, parameter.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "weights in model.layers.1.mlp.up_proj.weight"),
+        ("model.embed_tokens.weight", "weights in model.embed_tokens.weight"),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_loss_that_is_not_finite_names_step_and_weights(config, name, message, value):
+    """Fault 73."""
+    trainer = Trainer(config, load_corpus(config))
+    trainer.take_step()
+    trainer.parameters[name].value[:] = value
+    with pytest.raises(Diverged, match=f"step 2: the loss is (nan|inf), as {message}"):
+        trainer.take_step()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_activations_that_overflow_are_named_by_layer(config):
+    trainer = Trainer(config, load_corpus(config))
+    trainer.parameters["model.layers.0.mlp.up_proj.weight"].value[:] = 1e38
+    with pytest.raises(Diverged) as caught:
+        trainer.take_step()
+    assert "step 1: the loss is" in str(caught.value)
+    assert "activations of model.layers.0.mlp" in str(caught.value)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(config):
+    trainer = Trainer(config, load_corpus(config))
+    before = {name: parameter.value.copy() for name, parameter in trainer.parameters.items()}
+    bad = "model.layers.1.self_attn.o_proj.weight"
+    norm = trainer.optimizer.gradient_norm
+
+    def spoil_one_gradient():
+        trainer.parameters[bad].grad[2, 3] = np.nan
+        return norm()
+
+    trainer.optimizer.gradient_norm = spoil_one_gradient
+    with pytest.raises(Diverged, match=f"step 1: the gradient is not finite, first in {bad}"):
+        trainer.take_step()
+    assert trainer.step_count == 0
+    for name, parameter in trainer.parameters.items():
+        np.testing.assert_array_equal(parameter.value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("step", "place"),
+    [
+        (5, "step 6: the loss is nan, as weights in {} are not finite"),
+        (6, "step 6: weights are not finite, first in {}"),
+    ],
+    ids=["before a step", "before a sample"],
+)
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(
+    tmp_path, config, step, place
+):
+    """Fault 73: nothing is saved over a good checkpoint once a number is not finite."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+
+    class Spoiler(Reporter):
+        def step(self, done, seconds_left):
+            if done == step:
+                spoiled[0].parameters[name].value[:] = np.nan
+
+    spoiled = []
+    original = Trainer.take_step
+
+    def take_step(self):
+        spoiled[:] = [self]
+        return original(self)
+
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", take_step)
+        with pytest.raises(TwellError) as caught:
+            quiet_train(config, run, report=Spoiler())
+    message = str(caught.value)
+    assert message.startswith(place.format(name))
+    assert f"the last good checkpoint is {run / 'checkpoints' / 'step-4'}" in message
+    assert "\n" not in message
+    assert RunFolder(run).checkpoint_steps() == [4]
+    quiet_train(None, run, resume=True)
+
+
+def test_weights_that_are_not_finite_are_not_saved(config):
+    trainer = Trainer(config, load_corpus(config))
+    trainer.require_finite_state()
+    moment = trainer.optimizer.second_moment["model.norm.weight"]
+    moment[3] = np.inf
+    with pytest.raises(Diverged, match=r"second_moment\.model\.norm\.weight is not finite"):
+        trainer.require_finite_state()
+    trainer.parameters["model.norm.weight"].value[0] = np.nan
+    with pytest.raises(Diverged, match=r"weights are not finite, first in model\.norm\.weight"):
+        trainer.require_finite_state()
+
+
+def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(tmp_path, config, monkeypatch):
+    """Fault 68."""
+    write = checkpoints_module.write_tensors
+
+    def write_until_the_disk_is_full(path, tensors, metadata=None):
+        if "step-8" in str(path):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, tensors, metadata)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "write_tensors", write_until_the_disk_is_full)
+        with pytest.raises(TwellError, match=r"step-8: No space left on device"):
+            quiet_train(config, run)
+    assert os.listdir(run / "checkpoints") == ["step-4"]
+    quiet_train(None, run, resume=True)
+    quiet_train(config, tmp_path / "whole")
+    assert outcome(run) == outcome(tmp_path / "whole")
+
+
+def test_an_existing_run_is_refused_before_anything_is_done(tmp_path, config):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "notes.txt").write_text("precious")
+    with pytest.raises(TwellError, match="exists already"):
+        quiet_train(with_overrides(config, ["data=/nowhere"]), run)
+    assert os.listdir(run) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("data=/nowhere/at/all", TwellError, "no data at /nowhere/at/all"),
+        ("data=/nowhere/at/all.bin", TwellError, "no prepared data at"),
+        ("context_length=4096", TwellError, "held-out tokens given, at least context_length"),
+        ("sample_prompt=a prompt of more tokens", UsageError, "sample_prompt of 23 tokens given"),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path, config, override, error, message):
+    run = tmp_path / "run"
+    with pytest.raises(error, match=message):
+        quiet_train(with_overrides(config, [override]), run)
+    assert not run.exists()
+
+
+def test_prepared_data_trains_as_the_text_does(tmp_path, config, text_file):
+    prepare(str(text_file), tmp_path / "data.bin")
+    prepared = with_overrides(config, [f"data={tmp_path / 'data.bin'}"])
+    quiet_train(prepared, tmp_path / "prepared")
+    quiet_train(config, tmp_path / "text")
+    assert outcome(tmp_path / "prepared") == outcome(tmp_path / "text")
+
+
+def test_damaged_tokens_are_named(tmp_path, config):
+    corpus = load_corpus(config)
+    trainer = Trainer(config, corpus)
+    corpus.training.setflags(write=False)
+    trainer.sampler = type(trainer.sampler)(
+        np.full(100, 999), config.context_length, np.random.default_rng(0)
+    )
+    with pytest.raises(TwellError, match="token 999 found in the data"):
+        trainer.take_step()
+
+
+def test_training_works_in_a_thread_that_is_not_the_main_one(tmp_path, config):
+    summaries = []
+    thread = threading.Thread(
+        target=lambda: summaries.append(quiet_train(config, tmp_path / "run"))
+    )
+    thread.start()
+    thread.join()
+    assert summaries[0]["steps"] == 12
+
+
+def test_a_second_interrupt_stops_at_once_and_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGINT)
+
+    def press_twice():
+        with InterruptFlag() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt.is_set
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+INTERRUPTED_PROGRAM = """
+import sys
+from twell_numba.errors import TwellError
+from twell_numba.train import TrainConfig, train
+config = TrainConfig(data=sys.argv[1], steps=10**6, d_model=16, d_ffn=24, n_layers=1, n_heads=2,
+                     context_length=16, batch_size=4, eval_interval=0, checkpoint_interval=0)
+try:
+    train(config, sys.argv[2])
+except TwellError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
+    run = tmp_path / "my run"
+    arguments = [sys.executable, "-c", INTERRUPTED_PROGRAM, str(text_file), str(run)]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGINT)
+                break
+        output, notes = process.communicate(timeout=60)
+    assert process.returncode == 130, notes
+    assert "finishing this step" in notes
+    assert f"go on with: twell train --resume '{run}'" in output
+    assert len(RunFolder(run).checkpoint_steps()) == 1

@@ -1,0 +1,129 @@
+"""What a run shows on the way."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from twell_numba.train.config import TrainConfig
+from twell_numba.train.report import (
+    LiveReporter,
+    PlainReporter,
+    closing_lines,
+    duration_text,
+    reporter_for,
+)
+
+ROW = {
+    "step": 5,
+    "tokens": 320,
+    "loss": 2.5,
+    "l1_loss": 0.1,
+    "gradient_norm": 1.0,
+    "learning_rate": 1e-3,
+    "l1_strength": 1e-3,
+    "tokens_per_second": 12345.6,
+    "activation_sparsity": 0.9712,
+    "nonzeros_per_token": [10.0, 20.0],
+    "dead_neuron_fraction": 0.25,
+    "ffn_paths": ["dense", "twell"],
+    "validation_loss": 2.6,
+}
+SUMMARY = {
+    "loss": 2.6,
+    "perplexity": 13.46,
+    "bits_per_byte": 3.75,
+    "ffn_activation_sparsity": 0.97,
+    "nonzeros_per_token": [10.0, 20.0],
+    "dead_neuron_fraction": 0.25,
+    "ffn_weight_sparsity": 0.0,
+    "steps": 10,
+    "tokens": 640,
+    "tokens_per_second": None,
+    "seconds": 125.0,
+    "device": "cpu",
+    "seed": 0,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def show_a_run(reporter):
+    config = TrainConfig(steps=10)
+    with reporter:
+        reporter.start(config, {"Corpus": "a [bold]text[/bold]", "Parameters": "1,082,496"})
+        reporter.compiling()
+        reporter.compiled(3.21)
+        reporter.step(5, 62.0)
+        reporter.metrics(ROW, 62.0)
+        reporter.sample(5, "x[0] = [/nonsense] \ufffd")
+        reporter.note("a note")
+        reporter.finish(config, SUMMARY, Path("runs/tiny-1"))
+
+
+@pytest.mark.parametrize("kind", [PlainReporter, LiveReporter])
+def test_everything_is_shown(kind, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Terminal() if kind is LiveReporter else io.StringIO()
+    show_a_run(kind(stream))
+    shown = stream.getvalue()
+    for part in (
+        "learning_rate=0.001",
+        "a [bold]text[/bold]",
+        "1,082,496",
+        "compiling kernels: 3.2 s",
+        "step  5/10",
+        "loss 2.5000",
+        "validation 2.6000",
+        "activation sparsity 97.12%",
+        "nonzeros/token 15.0",
+        "dead 25.0%",
+        "lr 1.00e-03",
+        "12,346 tokens/s",
+        "1m02s left",
+        "x[0] = [/nonsense]",
+        "a note",
+        "3.7500",
+        "2m05s",
+        "the run is in runs/tiny-1",
+        'twell generate runs/tiny-1 --prompt "def "',
+    ):
+        assert part in shown, part
+
+
+def test_plain_lines_are_few_but_validations_are_never_left_out():
+    stream = io.StringIO()
+    reporter = PlainReporter(stream)
+    for step in range(1, 100):
+        row = {**ROW, "step": step}
+        if step != 50:
+            del row["validation_loss"]
+        reporter.metrics(row, None)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "validation" in lines[1]
+
+
+def test_the_reporter_follows_the_terminal():
+    assert isinstance(reporter_for(io.StringIO()), PlainReporter)
+    assert isinstance(reporter_for(Terminal()), LiveReporter)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599.6, "1h00m"), (11_040, "3h04m")],
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_the_next_command_can_be_pasted_into_a_shell():
+    lines = "\n".join(closing_lines(TrainConfig(), Path("my runs/tiny-1")))
+    assert "twell generate 'my runs/tiny-1' --prompt \"def \"" in lines
+    assert '--prompt "def "' in "\n".join(
+        closing_lines(TrainConfig(sample_prompt="a\nb"), Path("run"))
+    )

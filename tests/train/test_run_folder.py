@@ -1,0 +1,136 @@
+"""The run folder: made once, written whole, and never harmed."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from twell_numba.errors import TwellError
+from twell_numba.train.config import TrainConfig
+from twell_numba.train.run_folder import RunFolder, next_run_path
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create(TrainConfig(seed=5))
+    return folder
+
+
+def save(run, step, keep=2, content="weights"):
+    with run.new_checkpoint(step, keep) as folder:
+        (folder / "model").write_text(content)
+
+
+def test_a_new_run_holds_its_settings(run):
+    assert run.read_config() == TrainConfig(seed=5)
+    assert run.checkpoint_steps() == []
+
+
+@pytest.mark.parametrize("taken_by", ["file", "folder", "dangling link"])
+def test_an_existing_path_is_refused_and_left_as_it_is(tmp_path, taken_by):
+    path = tmp_path / "run"
+    if taken_by == "file":
+        path.write_text("precious")
+    elif taken_by == "folder":
+        path.mkdir()
+        (path / "notes.txt").write_text("precious")
+    else:
+        path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TwellError, match="exists already; name another run folder"):
+        RunFolder(path).create(TrainConfig())
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+    assert taken_by != "folder" or [item.name for item in path.iterdir()] == ["notes.txt"]
+
+
+def test_an_existing_run_is_refused_with_the_command_to_go_on(run):
+    with pytest.raises(TwellError, match="twell train --resume"):
+        RunFolder(run.path).create(TrainConfig())
+
+
+def test_an_empty_folder_may_become_a_run(tmp_path):
+    RunFolder(tmp_path).create(TrainConfig())
+    assert (tmp_path / "config.toml").is_file()
+
+
+def test_what_is_not_a_run_cannot_be_resumed(tmp_path, run):
+    with pytest.raises(TwellError, match="no run folder at"):
+        RunFolder(tmp_path / "nowhere").read_config()
+    with pytest.raises(TwellError, match="is not a run folder"):
+        RunFolder(tmp_path).read_config()
+    with pytest.raises(TwellError, match="holds no checkpoint"):
+        run.latest_checkpoint()
+
+
+def test_metrics_are_appended_and_later_steps_forgotten(run):
+    for step in (1, 10, 20, 30):
+        run.append_metrics({"step": step, "loss": 1 / step})
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 40, "lo')
+    assert [row["step"] for row in run.read_metrics()] == [1, 10, 20, 30]
+    run.forget_metrics_after(20)
+    run.append_metrics({"step": 30, "loss": 0.5})
+    lines = run.metrics_path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "loss": 1.0},
+        {"step": 10, "loss": 0.1},
+        {"step": 20, "loss": 0.05},
+        {"step": 30, "loss": 0.5},
+    ]
+
+
+def test_the_newest_checkpoints_are_kept_in_the_order_of_their_steps(run):
+    for step in (8, 9, 10, 100):
+        save(run, step, keep=2)
+    assert run.checkpoint_steps() == [10, 100]
+    assert run.latest_checkpoint() == (100, run.checkpoint_path(100))
+
+
+def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_of_a_new_one(run):
+    """Fault 68."""
+    save(run, 1)
+    save(run, 2)
+
+    def save_to_a_full_disk():
+        with run.new_checkpoint(3, 1) as folder:
+            (folder / "model").write_text("half of the wei")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(TwellError, match="step-3: No space left on device"):
+        save_to_a_full_disk()
+    assert run.checkpoint_steps() == [1, 2]
+    assert sorted(path.name for path in run.checkpoints_path.iterdir()) == ["step-1", "step-2"]
+    assert (run.checkpoint_path(2) / "model").read_text() == "weights"
+
+
+def test_what_a_killed_save_left_is_removed(run):
+    save(run, 1)
+    (run.checkpoints_path / ".0a1b2c3d.step-2").mkdir()
+    (run.checkpoints_path / "notes").mkdir()
+    assert run.checkpoint_steps() == [1]
+    run.remove_leftovers()
+    assert sorted(path.name for path in run.checkpoints_path.iterdir()) == ["notes", "step-1"]
+
+
+def test_a_full_disk_is_named_when_a_line_cannot_be_written(run, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(TwellError, match=r"metrics\.jsonl: No space left on device"):
+        run.append_metrics({"step": 1})
+
+
+def test_a_parent_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TwellError, match="cannot use .*run"):
+        RunFolder(tmp_path / "file" / "run").create(TrainConfig())
+
+
+def test_run_paths_are_numbered(tmp_path):
+    parent = tmp_path / "runs"
+    assert next_run_path("paper-0.5b", parent) == parent / "paper-0.5b-1"
+    for name in ("tiny-1", "tiny-9", "tiny-10", "tiny-x", "small-30"):
+        (parent / name).mkdir(parents=True)
+    assert next_run_path("tiny", parent) == parent / "tiny-11"

@@ -1,0 +1,398 @@
+"""Every setting of a training run: one flat table, read from and written to TOML.
+
+Settings come from a preset, then a TOML file, then ``key=value`` overrides; each later one wins.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.models.config import ModelConfig
+from twell_numba.train.presets import PRESETS
+
+DEFAULT_PRESET = "tiny"
+FFN_PATHS = ("auto", "dense", "twell")
+TOKENIZERS = ("byte", "bpe")
+BYTE_VOCAB_SIZE = 256
+
+
+def _setting(default: Any, section: str, meaning: str) -> Any:
+    return field(default=default, metadata={"section": section, "meaning": meaning})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run; each field's ``metadata["meaning"]`` says what it does.
+
+    A step trains on ``gradient_accumulation * batch_size * context_length`` tokens. Nothing is
+    checked before :meth:`validate` is called; :func:`resolve` calls it.
+    """
+
+    preset: str = _setting(DEFAULT_PRESET, "Run", "the preset these settings started from")
+    data: str = _setting("stdlib", "Run", "stdlib, a text file, a folder or a prepared .bin")
+    seed: int = _setting(0, "Run", "seed of every random choice")
+    steps: int = _setting(1000, "Run", "optimizer steps")
+
+    d_model: int = _setting(128, "Model", "D, width of the residual stream")
+    d_ffn: int = _setting(512, "Model", "F, hidden neurons of each feedforward layer")
+    n_layers: int = _setting(4, "Model", "L, layers")
+    n_heads: int = _setting(4, "Model", "query heads")
+    n_kv_heads: int = _setting(0, "Model", "key and value heads; 0: as many as query heads")
+    context_length: int = _setting(128, "Model", "tokens in a training sequence")
+    rope_base: float = _setting(10000.0, "Model", "base of the rotary positions' wavelengths")
+    norm_eps: float = _setting(1e-5, "Model", "added to the mean square inside RMSNorm")
+    tied_embeddings: bool = _setting(True, "Model", "the output head is the embedding table")
+    ffn: str = _setting("gated", "Model", "gated or two_matrix")
+    ffn_path: str = _setting("auto", "Model", "how feedforward layers run: auto, dense or twell")
+
+    tokenizer: str = _setting("byte", "Data", "byte, or bpe trained on the training text")
+    bpe_vocab_size: int = _setting(4096, "Data", "token ids of a bpe tokenizer")
+    batch_size: int = _setting(16, "Data", "sequences in a forward pass")
+    gradient_accumulation: int = _setting(1, "Data", "forward passes in a step")
+
+    learning_rate: float = _setting(1e-3, "Optimizer", "its highest value, after the warm-up")
+    warmup_steps: int = _setting(0, "Optimizer", "steps in which the learning rate rises")
+    minimum_learning_rate_fraction: float = _setting(
+        0.1, "Optimizer", "last learning rate, as a fraction of the highest"
+    )
+    beta1: float = _setting(0.9, "Optimizer", "decay of AdamW's mean of gradients")
+    beta2: float = _setting(0.95, "Optimizer", "decay of AdamW's mean of squared gradients")
+    adam_eps: float = _setting(1e-8, "Optimizer", "added to AdamW's denominator")
+    weight_decay: float = _setting(0.1, "Optimizer", "decoupled, on matrices only")
+    gradient_clip: float = _setting(1.0, "Optimizer", "largest norm of the gradient; 0: no limit")
+
+    l1_activation: float = _setting(0.0, "Sparsity", "strength of the L1 term on activations")
+    l1_warmup_steps: int = _setting(0, "Sparsity", "steps in which that strength rises")
+    revive_dead: bool = _setting(False, "Sparsity", "push dead neurons' gate rows at random")
+    dead_neuron_window: int = _setting(
+        100, "Sparsity", "a neuron is dead if it fired for no token of so many steps"
+    )
+
+    log_interval: int = _setting(10, "Reports", "steps between lines of metrics.jsonl")
+    eval_interval: int = _setting(100, "Reports", "steps between validations; 0: only at the end")
+    eval_batches: int = _setting(8, "Reports", "batches of held-out windows in a validation")
+    sample_interval: int = _setting(0, "Reports", "steps between text samples; 0: none")
+    sample_prompt: str = _setting("def ", "Reports", "what a text sample goes on from")
+    sample_tokens: int = _setting(100, "Reports", "tokens in a text sample")
+    checkpoint_interval: int = _setting(
+        500, "Reports", "steps between checkpoints; 0: only at the end"
+    )
+    keep_checkpoints: int = _setting(2, "Reports", "how many of the newest checkpoints are kept")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens behind one optimizer step, M_total."""
+        return self.gradient_accumulation * self.batch_size * self.context_length
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """Return the model these settings describe, for a tokenizer of ``vocab_size`` ids."""
+        return ModelConfig(
+            vocab_size=vocab_size,
+            d_model=self.d_model,
+            d_ffn=self.d_ffn,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads or self.n_heads,
+            context_length=self.context_length,
+            rope_base=self.rope_base,
+            norm_eps=self.norm_eps,
+            tied_embeddings=self.tied_embeddings,
+            ffn=self.ffn,
+        )
+
+    def validate(self) -> None:
+        """Check every value and how they fit together.
+
+        Raises
+        ------
+        UsageError
+            One line naming the setting, the value given and the value wanted.
+        """
+        if self.preset not in PRESETS:
+            raise UsageError(_unknown("preset", self.preset, PRESETS))
+        for name in _FIELDS:
+            _require_type(name, getattr(self, name))
+        for name in (
+            "steps",
+            "batch_size",
+            "gradient_accumulation",
+            "dead_neuron_window",
+            "log_interval",
+            "eval_batches",
+            "sample_tokens",
+            "keep_checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} given, at least 1 wanted")
+        for name in (
+            "seed",
+            "n_kv_heads",
+            "warmup_steps",
+            "l1_warmup_steps",
+            "eval_interval",
+            "sample_interval",
+            "checkpoint_interval",
+            "weight_decay",
+            "gradient_clip",
+            "l1_activation",
+        ):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name}={getattr(self, name)} given, at least 0 wanted")
+        for name in ("learning_rate", "adam_eps"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}={getattr(self, name)} given, a number above 0 wanted")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} given, at least 0 and less than 1 wanted"
+                )
+        if not 0 <= self.minimum_learning_rate_fraction <= 1:
+            raise UsageError(
+                f"minimum_learning_rate_fraction={self.minimum_learning_rate_fraction} given, "
+                f"a number from 0 to 1 wanted"
+            )
+        for name, choices in (("ffn_path", FFN_PATHS), ("tokenizer", TOKENIZERS)):
+            if getattr(self, name) not in choices:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} given, one of {', '.join(choices)} wanted"
+                )
+        if self.tokenizer == "bpe" and self.bpe_vocab_size <= BYTE_VOCAB_SIZE:
+            raise UsageError(
+                f"bpe_vocab_size={self.bpe_vocab_size} given, more than {BYTE_VOCAB_SIZE} wanted: "
+                f"every byte has an id of its own, so that any text can be encoded"
+            )
+        for name, description in _FIELDS.items():
+            if description.type is str and not _is_unicode(getattr(self, name)):
+                raise UsageError(f"{name}={getattr(self, name)!r} given, valid Unicode wanted")
+        if not self.data:
+            raise UsageError("data='' given; stdlib, a file, a folder or a prepared .bin wanted")
+        if not self.sample_prompt:
+            raise UsageError("sample_prompt='' given, at least one character wanted")
+        is_bpe = self.tokenizer == "bpe"
+        self.model_config(self.bpe_vocab_size if is_bpe else BYTE_VOCAB_SIZE).validate()
+
+    def to_toml(self) -> str:
+        """Return the settings as a TOML document that :func:`read_toml` reads back equal."""
+        lines: list[str] = []
+        section = None
+        for name, description in _FIELDS.items():
+            if description.metadata["section"] != section:
+                section = description.metadata["section"]
+                lines += ["", f"# {section}"] if lines else [f"# {section}"]
+            value = f"{name} = {_toml_value(getattr(self, name))}"
+            lines.append(f"{value:<40} # {description.metadata['meaning']}")
+        return "\n".join(lines) + "\n"
+
+
+_FIELDS = {description.name: description for description in dataclasses.fields(TrainConfig)}
+
+# Given as numbers of steps, these follow the length of the run when only `steps` is changed.
+_SCALED_WITH_STEPS = ("warmup_steps", "l1_warmup_steps")
+
+
+def resolve(
+    preset: str | None = None,
+    config_file: str | os.PathLike[str] | None = None,
+    overrides: Iterable[str] = (),
+) -> TrainConfig:
+    """Return valid settings from a preset, then a TOML file, then ``key=value`` overrides.
+
+    Where ``steps`` differs from the preset's, the preset's warm-ups are scaled with it, unless they
+    are set as well.
+
+    Parameters
+    ----------
+    preset : str, optional
+        Wins over a ``preset`` key in the overrides or the file. Default: ``"tiny"``.
+    config_file : path, optional
+        Flat TOML with keys named as the fields of :class:`TrainConfig`.
+    overrides : iterable of str
+        ``"key=value"``; a value is written as in TOML, strings with or without quotes.
+
+    Raises
+    ------
+    UsageError
+        An unknown preset or key (with a suggestion), or a value of the wrong type or range.
+    TwellError
+        If the file cannot be read.
+    """
+    given = dict(read_toml(config_file)) if config_file is not None else {}
+    for override in overrides:
+        key, value = parse_override(override)
+        given[key] = value
+    if preset is not None:
+        given["preset"] = preset
+    name = given.setdefault("preset", DEFAULT_PRESET)
+    if name not in PRESETS:
+        raise UsageError(_unknown("preset", str(name), PRESETS))
+    settings = PRESETS[name] | given
+    if isinstance(settings["steps"], int):
+        for key in _SCALED_WITH_STEPS:
+            if key not in given and key in settings:
+                scale = settings["steps"] / PRESETS[name]["steps"]
+                settings[key] = round(settings[key] * scale)
+    return from_settings(settings)
+
+
+# What a resumed run may change.
+_RESUMABLE = frozenset({"steps"}) | {
+    name for name, description in _FIELDS.items() if description.metadata["section"] == "Reports"
+}
+
+
+def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+    """Return valid settings with ``key=value`` overrides applied.
+
+    Raises
+    ------
+    UsageError
+        As :func:`resolve`.
+    """
+    changed = dataclasses.replace(config, **dict(map(parse_override, overrides)))
+    changed.validate()
+    return changed
+
+
+def require_resumable(recorded: TrainConfig, config: TrainConfig) -> None:
+    """Refuse to resume a run with settings that it was not begun with.
+
+    Raises
+    ------
+    UsageError
+    """
+    for name in _FIELDS:
+        before, now = getattr(recorded, name), getattr(config, name)
+        if now != before and name not in _RESUMABLE:
+            raise UsageError(
+                f"{name}={now!r} given to resume a run with {name}={before!r}; "
+                f"leave it as it was, or start a new run"
+            )
+
+
+def from_settings(settings: Mapping[str, Any]) -> TrainConfig:
+    """Return valid settings from a table of fields; those not named keep their defaults.
+
+    Raises
+    ------
+    UsageError
+        An unknown key, or a value of the wrong type or range.
+    """
+    for key in settings:
+        _require_known(key)
+    values = {key: _require_type(key, value) for key, value in settings.items()}
+    config = TrainConfig(**values)
+    config.validate()
+    return config
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a flat table of settings; keys and types are checked, ranges are not.
+
+    Raises
+    ------
+    TwellError
+        If the file is missing, unreadable or not TOML.
+    UsageError
+        An unknown key, or a value of the wrong type.
+    """
+    file = Path(path)
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TwellError(f"no config file {file}; give the path of a TOML file") from None
+    except OSError as error:
+        raise TwellError(f"cannot read config file {file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TwellError(
+            f"{file} is not a TOML file ({error}); lines like 'steps = 1000' are wanted"
+        ) from error
+    for key, value in table.items():
+        if isinstance(value, dict) and key not in _FIELDS:
+            raise UsageError(
+                f"section [{key}] given in {file}, but settings have no sections; "
+                f"write them as 'key = value' above any section"
+            )
+        _require_known(key)
+    return {key: _require_type(key, value) for key, value in table.items()}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split ``"key=value"`` and give the value its setting's type.
+
+    Raises
+    ------
+    UsageError
+        If there is no ``=``, the key is unknown, or the value is not of its type.
+    """
+    key, equals, written = text.partition("=")
+    key, written = key.strip(), written.strip()
+    if not equals:
+        raise UsageError(f"{text!r} given, key=value wanted, as in steps=1000")
+    _require_known(key)
+    if _FIELDS[key].type is str:
+        return key, _unquoted(written)
+    try:
+        value = tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = written
+    return key, _require_type(key, value)
+
+
+def _unquoted(written: str) -> str:
+    if written[:1] in ("'", '"'):
+        try:
+            return str(tomllib.loads(f"value = {written}")["value"])
+        except tomllib.TOMLDecodeError:
+            return written
+    return written
+
+
+def _require_known(key: str) -> None:
+    if key not in _FIELDS:
+        raise UsageError(_unknown("setting", key, _FIELDS))
+
+
+def _unknown(kind: str, given: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"no {kind} is called {given!r}; {hint}"
+
+
+def _require_type(key: str, value: Any) -> Any:
+    """Return ``value`` as its field's type; a whole number will do for a float."""
+    wanted: Any = _FIELDS[key].type
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not wanted:
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+        raise UsageError(f"{key}={value!r} given, {words[wanted]} wanted")
+    if wanted is float and not math.isfinite(value):
+        raise UsageError(f"{key}={value!r} given, a finite number wanted")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Say whether UTF-8 can hold the text: undecodable command-line bytes become what it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _toml_value(value: bool | int | float | str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped as well.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    # repr gives the shortest digits that read back equal; TOML reads both 1e-05 and 0.1.
+    return repr(value)

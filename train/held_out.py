@@ -1,0 +1,87 @@
+"""The held-out windows that a trained model is measured on."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from twell_numba.errors import TwellError
+from twell_numba.models.tokenizer import TextTokenizer
+from twell_numba.models.transformer import Transformer
+from twell_numba.train.batches import validation_windows
+from twell_numba.train.config import TrainConfig
+from twell_numba.train.corpus import encode_documents, load_text
+from twell_numba.train.prepared import SUFFIX, open_prepared, same_tokenizer
+from twell_numba.train.run_folder import RunFolder
+
+# Where there are no settings of a run to say how many.
+DEFAULT_WINDOWS = 128
+
+
+def held_out_windows(
+    run: str | os.PathLike[str],
+    model: Transformer,
+    tokenizer: TextTokenizer,
+    *,
+    data: str | None = None,
+    count: int | None = None,
+) -> tuple[np.ndarray, str]:
+    """Return windows of held-out text for a model, and the name of their source.
+
+    With neither ``data`` nor ``count``, they are those that the run's validations used.
+
+    Parameters
+    ----------
+    run : path
+        A run folder, or a checkpoint; one that lies in a run folder is taken as part of it.
+    model, tokenizer
+        As loaded from there.
+    data : str, optional
+        As ``twell train --data``; the run's own if not given.
+    count : int, optional
+        Windows wanted; as many as fit if that is fewer.
+
+    Returns
+    -------
+    windows : ndarray of int64, shape (N, S + 1)
+        S is the model's context, or what the text has, if that is less.
+    source : str
+
+    Raises
+    ------
+    TwellError
+        If there are no settings to take the data from, or the data cannot be used.
+    """
+    config = _settings_around(Path(run))
+    if data is None:
+        if config is None:
+            raise TwellError(f"{run} is not part of a run, which would name its data; give --data")
+        data = config.data
+    if count is None:
+        count = config.eval_batches * config.batch_size if config else DEFAULT_WINDOWS
+    tokens, source = _held_out_tokens(data, tokenizer)
+    length = max(1, min(model.config.context_length, len(tokens) - 1))
+    return validation_windows(tokens, length, count), source
+
+
+def _settings_around(path: Path) -> TrainConfig | None:
+    """Return the settings of the run that a path is, or is a checkpoint of."""
+    path = path.resolve()
+    for folder in (path, path.parent, path.parent.parent):
+        run = RunFolder(folder)
+        if run.config_path.is_file() and run.checkpoints_path.is_dir():
+            return run.read_config()
+    return None
+
+
+def _held_out_tokens(data: str, tokenizer: TextTokenizer) -> tuple[np.ndarray, str]:
+    if Path(data).suffix != SUFFIX:
+        text = load_text(data)
+        return encode_documents(text.validation, tokenizer), text.name
+    corpus = open_prepared(data)
+    if not same_tokenizer(corpus.tokenizer, tokenizer):
+        raise TwellError(
+            f"{data} was prepared with another tokenizer than the model's; "
+            f"give the text that it was made from"
+        )
+    return corpus.validation, corpus.name

@@ -1,0 +1,368 @@
+"""A training run from beginning to end: what happens when."""
+
+import math
+import os
+import shlex
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twell_numba.device import single_threaded_blas
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.infer.evaluate import Evaluation, evaluate
+from twell_numba.infer.generate import generate
+from twell_numba.layers.loss import cross_entropy_loss
+from twell_numba.models.tokenizer import TextTokenizer
+from twell_numba.models.transformer import Transformer
+from twell_numba.train.batches import validation_windows
+from twell_numba.train.checkpoints import load_checkpoint_model, restore, write_checkpoint
+from twell_numba.train.config import TrainConfig, require_resumable
+from twell_numba.train.corpus import TokenCorpus, load_text, tokenize
+from twell_numba.train.interrupt import Interrupted, InterruptFlag
+from twell_numba.train.prepared import SUFFIX, open_prepared
+from twell_numba.train.report import Reporter, reporter_for
+from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.tokenizer import make_tokenizer
+from twell_numba.train.trainer import Diverged, StepResult, Trainer
+
+SAMPLE_TEMPERATURE = 0.8
+# Recent steps that the time left is estimated from: sparse steps get faster as training goes on.
+_RECENT_STEPS = 100
+
+
+def train(
+    config: TrainConfig | None,
+    run_folder: str | os.PathLike[str],
+    resume: bool = False,
+    report: Reporter | None = None,
+) -> dict[str, Any]:
+    """Train a model into a run folder.
+
+    Parameters
+    ----------
+    config : TrainConfig or None
+        None, in a resumed run, stands for the run's own settings. Of those, the number of steps and
+        what concerns reports may be changed; the run's ``config.toml`` then follows.
+    run_folder : path
+        Must be new, or with ``resume`` hold a run with a checkpoint.
+    resume : bool
+        Go on from the newest checkpoint, as if the run had never stopped: the same weights,
+        optimizer moments, batches and random numbers, bit for bit.
+    report : Reporter, optional
+        Default: progress on stderr. ``Reporter()`` shows nothing.
+
+    Returns
+    -------
+    dict
+        What is written to ``summary.json``.
+
+    Raises
+    ------
+    TwellError
+        If the data, the settings or the folder cannot be used, or a number is no longer finite.
+    Interrupted
+        After a Ctrl-C, once the step is finished and saved.
+    """
+    run = RunFolder(run_folder)
+    if resume:
+        recorded = run.read_config()
+        config = config or recorded
+        require_resumable(recorded, config)
+    else:
+        if config is None:
+            raise UsageError("no settings given, a TrainConfig wanted for a new run")
+        run.refuse_existing()
+    config.validate()
+    with single_threaded_blas(), _overflow_unannounced(), report or reporter_for() as reporter:
+        return _Run(config, run, reporter).execute(resume)
+
+
+class _Run:
+    """One session of a run: from its start, or from a checkpoint, to its end."""
+
+    def __init__(self, config: TrainConfig, run: RunFolder, reporter: Reporter) -> None:
+        self.config = config
+        self.run = run
+        self.reporter = reporter
+        self.started = time.monotonic()
+        self.saved_step: int | None = None
+        # Sums over all sessions: wall time, and steps whose speed counts.
+        self.clocks = {"seconds": 0.0, "timed_tokens": 0.0, "timed_seconds": 0.0}
+        self.recent_ends: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.unlogged_tokens = 0
+        self.unlogged_seconds = 0.0
+
+    def execute(self, resume: bool) -> dict[str, Any]:
+        if resume:
+            self._load()
+        else:
+            self._begin()
+        self._compile()
+        with InterruptFlag() as interrupt:
+            if resume:
+                self._reopen_folder()
+            else:
+                self.run.create(self.config)
+            try:
+                evaluation = self._take_steps(interrupt)
+            except Diverged as error:
+                raise self._with_advice(error) from None
+        return self._finish(evaluation)
+
+    def _begin(self) -> None:
+        self.corpus = load_corpus(self.config)
+        self._prepare_validation()
+        self.trainer = Trainer(self.config, self.corpus)
+        self._report_start()
+
+    def _load(self) -> None:
+        step, self.checkpoint = self.run.latest_checkpoint()
+        if step >= self.config.steps:
+            raise TwellError(
+                f"{self.run.path} has finished its {self.config.steps} steps; "
+                f"to train on, set more steps than {step}, or start a new run"
+            )
+        model, tokenizer = load_checkpoint_model(self.checkpoint, self.config.ffn_path)
+        self.corpus = load_corpus(self.config, tokenizer)
+        self._prepare_validation()
+        self.trainer = Trainer(self.config, self.corpus, model)
+        restore(self.checkpoint, self.trainer, self.corpus)
+        self.saved_step = step
+        self._report_start()
+
+    def _reopen_folder(self) -> None:
+        """Take back what the run had written after its checkpoint; it is written anew."""
+        self.run.remove_leftovers()
+        self.run.forget_metrics_after(self.trainer.step_count)
+        self.run.summary_path.unlink(missing_ok=True)
+        self.run.write_config(self.config)
+
+    def _prepare_validation(self) -> None:
+        config = self.config
+        self.windows = validation_windows(
+            self.corpus.validation, config.context_length, config.eval_batches * config.batch_size
+        )
+        prompt_length = len(self.corpus.tokenizer.encode(config.sample_prompt))
+        if config.sample_interval and prompt_length > config.context_length:
+            raise UsageError(
+                f"sample_prompt of {prompt_length} tokens given, at most context_length = "
+                f"{config.context_length} wanted"
+            )
+
+    def _report_start(self) -> None:
+        corpus, config = self.corpus, self.config
+        model_config = self.trainer.model.config
+        facts = {
+            "Corpus": f"{corpus.name}: {corpus.files:,} files, {corpus.byte_count:,} bytes; "
+            f"{len(corpus.training):,} training and {len(corpus.validation):,} held-out tokens, "
+            f"vocabulary {corpus.tokenizer.vocab_size:,}",
+            "Parameters": f"{model_config.parameter_count():,}",
+            "Batch": f"{config.tokens_per_step:,} tokens a step, "
+            f"{config.tokens_per_step * config.steps:,} in all",
+            "Run folder": str(self.run.path),
+        }
+        if self.trainer.step_count:
+            facts["Resumed"] = f"after step {self.trainer.step_count:,}"
+        self.reporter.start(config, facts)
+
+    def _compile(self) -> None:
+        self.reporter.compiling()
+        begin = time.monotonic()
+        densities = [ffn.measured_density for ffn in self.trainer.model.ffn_layers]
+        compile_kernels(self.trainer.model, self.windows[:1])
+        self.trainer.optimizer.compile()
+        for ffn, density in zip(self.trainer.model.ffn_layers, densities, strict=True):
+            ffn.measured_density = density
+        self.reporter.compiled(time.monotonic() - begin)
+
+    def _take_steps(self, interrupt: InterruptFlag) -> Evaluation:
+        """Train to the last step and return the evaluation made there."""
+        evaluation = None
+        while self.trainer.step_count < self.config.steps:
+            result = self._timed_step()
+            step = self.trainer.step_count
+            is_last = step == self.config.steps
+            evaluation = None
+            if is_last or _is_due(step, self.config.eval_interval):
+                evaluation = self._evaluate()
+            if evaluation or step == 1 or _is_due(step, self.config.log_interval):
+                self._log(result, evaluation)
+            self.reporter.step(step, self._seconds_left())
+            if self.config.sample_interval and (
+                is_last or _is_due(step, self.config.sample_interval)
+            ):
+                self._sample()
+            if is_last or interrupt.is_set or _is_due(step, self.config.checkpoint_interval):
+                self._save()
+            if interrupt.is_set and not is_last:
+                raise Interrupted(
+                    f"stopped after step {step} of {self.config.steps} and saved; go on with: "
+                    f"twell train --resume {shlex.quote(str(self.run.path))}"
+                )
+        assert evaluation is not None
+        return evaluation
+
+    def _timed_step(self) -> StepResult:
+        begin = time.monotonic()
+        result = self.trainer.take_step()
+        end = time.monotonic()
+        # A session's first step is slower than the rest: memory is touched for the first time.
+        if self.recent_ends:
+            self.unlogged_tokens += self.config.tokens_per_step
+            self.unlogged_seconds += end - begin
+            self.clocks["timed_tokens"] += self.config.tokens_per_step
+            self.clocks["timed_seconds"] += end - begin
+        self.recent_ends.append(end)
+        return result
+
+    def _seconds_left(self) -> float | None:
+        if len(self.recent_ends) < 2:
+            return None
+        seconds = self.recent_ends[-1] - self.recent_ends[0]
+        left = self.config.steps - self.trainer.step_count
+        return left * seconds / (len(self.recent_ends) - 1)
+
+    def _evaluate(self) -> Evaluation:
+        evaluation = evaluate(
+            self.trainer.model, self.windows, self.corpus.tokenizer, self.config.batch_size
+        )
+        if not math.isfinite(evaluation["loss"]):
+            self.trainer.require_finite_state()
+            raise Diverged(f"step {self.trainer.step_count}: the validation loss is not finite")
+        return evaluation
+
+    def _log(self, result: StepResult, evaluation: Evaluation | None) -> None:
+        speed = self.unlogged_tokens / self.unlogged_seconds if self.unlogged_seconds else None
+        self.unlogged_tokens, self.unlogged_seconds = 0, 0.0
+        row: dict[str, Any] = {
+            "step": self.trainer.step_count,
+            "tokens": self.trainer.token_count,
+            "loss": result.loss,
+            "l1_loss": result.l1_loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": result.learning_rate,
+            "l1_strength": result.l1_strength,
+            "tokens_per_second": speed,
+            "activation_sparsity": result.statistics.activation_sparsity(),
+            "nonzeros_per_token": result.statistics.nonzeros_per_token(),
+            "dead_neuron_fraction": self.trainer.dead_neurons.fraction(),
+            "ffn_paths": result.statistics.paths,
+        }
+        if evaluation is not None:
+            row["validation_loss"] = evaluation["loss"]
+        self.run.append_metrics(row)
+        self.reporter.metrics(row, self._seconds_left())
+
+    def _sample(self) -> None:
+        """Have the model write, from a seed of the step's own, so that it disturbs nothing."""
+        self.trainer.require_finite_state()
+        step = self.trainer.step_count
+        pieces = generate(
+            self.trainer.model,
+            self.corpus.tokenizer,
+            self.config.sample_prompt,
+            max_new_tokens=self.config.sample_tokens,
+            temperature=SAMPLE_TEMPERATURE,
+            seed=self.config.seed + step,
+        )
+        text = self.config.sample_prompt + "".join(pieces)
+        self.run.write_sample(step, text)
+        self.reporter.sample(step, text)
+
+    def _save(self) -> None:
+        step = self.trainer.step_count
+        self.trainer.require_finite_state()
+        clocks = self.clocks | {"seconds": self._total_seconds()}
+        with self.run.new_checkpoint(step, self.config.keep_checkpoints) as folder:
+            write_checkpoint(folder, self.trainer, self.corpus, clocks)
+        self.saved_step = step
+
+    def _total_seconds(self) -> float:
+        return self.clocks["seconds"] + time.monotonic() - self.started
+
+    def _with_advice(self, error: Diverged) -> TwellError:
+        if self.saved_step is None:
+            kept = "no checkpoint had been saved yet"
+        else:
+            kept = f"the last good checkpoint is {self.run.checkpoint_path(self.saved_step)}"
+        return TwellError(f"{error}; {kept}; try a lower learning_rate or a longer warm-up")
+
+    def _finish(self, evaluation: Evaluation) -> dict[str, Any]:
+        timed_seconds = self.clocks["timed_seconds"]
+        summary: dict[str, Any] = {
+            **evaluation,
+            "steps": self.trainer.step_count,
+            "tokens": self.trainer.token_count,
+            "tokens_per_second": (
+                self.clocks["timed_tokens"] / timed_seconds if timed_seconds else None
+            ),
+            "seconds": self._total_seconds(),
+            "device": "cpu",
+            "seed": self.config.seed,
+        }
+        self.run.write_summary(summary)
+        self.reporter.finish(self.config, summary, self.run.path)
+        return summary
+
+
+def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> TokenCorpus:
+    """Return the tokens of ``config.data``.
+
+    Parameters
+    ----------
+    config : TrainConfig
+    tokenizer : optional
+        The one a resumed run was begun with; otherwise one is made as the settings say.
+
+    Raises
+    ------
+    TwellError
+        If the data cannot be used.
+    """
+    if Path(config.data).suffix == SUFFIX:
+        return open_prepared(config.data)
+    text = load_text(config.data)
+    tokenizer = tokenizer or make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
+    return tokenize(text, tokenizer)
+
+
+def compile_kernels(model: Transformer, windows: np.ndarray) -> None:
+    """Compile, or load from the disk, what training and sampling will run, on a few tokens.
+
+    Every path that a layer may take later is gone through, so that no step stops to compile. Adds
+    into gradients; changes no weight.
+
+    Parameters
+    ----------
+    model : Transformer
+    windows : ndarray of integers, shape (1, S + 1)
+    """
+    chosen = model.ffn_path
+    window = windows[:, :3]
+    for path in ("dense", "twell") if chosen == "auto" else (chosen,):
+        model.ffn_path = path
+        logits, backprop = model(window[:, :-1], l1_scale=1.0)
+        _, backprop_loss = cross_entropy_loss(logits, window[:, 1:].ravel())
+        backprop(backprop_loss())
+    model.ffn_path = chosen
+
+
+@contextmanager
+def _overflow_unannounced() -> Iterator[None]:
+    """Keep NumPy from warning of what this loop checks for, and reports in a line of its own.
+
+    Not ``numpy.errstate``, which does not reach the threads that share the work.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
+        yield
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

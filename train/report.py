@@ -1,0 +1,271 @@
+"""What a training run shows while it runs: on stderr, live on a terminal, plain lines otherwise."""
+
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from twell_numba.train.config import TrainConfig
+
+_PLAIN_LINE_SECONDS = 5.0
+
+
+class Reporter:
+    """Receives what happens in a run and shows nothing; the base of those that show it."""
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the terminal as it was found."""
+
+    def start(self, config: TrainConfig, facts: Mapping[str, str]) -> None:
+        """Show the resolved settings and ``facts`` (corpus, parameters, run folder)."""
+
+    def compiling(self) -> None:
+        """Kernels are about to be compiled, or loaded if that was done before."""
+
+    def compiled(self, seconds: float) -> None:
+        """The kernels are ready."""
+
+    def step(self, step: int, seconds_left: float | None) -> None:
+        """A step is done; the estimate is None while there is nothing to go by."""
+
+    def metrics(self, row: Mapping[str, Any], seconds_left: float | None) -> None:
+        """A line was added to ``metrics.jsonl``."""
+
+    def sample(self, step: int, text: str) -> None:
+        """The model wrote a text."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+
+    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
+        """Show the finished run's figures, where it is, and what to do next."""
+
+
+class PlainReporter(Reporter):
+    """Writes plain lines, not more than one every few seconds while steps go by."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._steps = 0
+        self._last_line = float("-inf")
+
+    def start(self, config: TrainConfig, facts: Mapping[str, str]) -> None:
+        self._steps = config.steps
+        for title, text in settings_table(config, facts):
+            self._print(f"{title:<10}  {text}")
+
+    def compiling(self) -> None:
+        self._print("compiling kernels ...")
+
+    def compiled(self, seconds: float) -> None:
+        self._print(compiled_line(seconds))
+
+    def metrics(self, row: Mapping[str, Any], seconds_left: float | None) -> None:
+        now = time.monotonic()
+        is_due = now - self._last_line >= _PLAIN_LINE_SECONDS
+        if is_due or "validation_loss" in row:
+            self._last_line = now
+            self._print(progress_line(row, self._steps, seconds_left))
+
+    def sample(self, step: int, text: str) -> None:
+        self._print(f"--- sample after step {step}")
+        self._print(text)
+        self._print("---")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
+        self._print("")
+        for title, value in summary_table(summary):
+            self._print(f"{title:<28}  {value}")
+        self._print("")
+        for line in closing_lines(config, run):
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class LiveReporter(Reporter):
+    """Shows a progress bar with the newest figures under it, on a terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
+
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._figures = Text("")
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._text = Text
+        self._task: Any = None
+        self._steps = 0
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def start(self, config: TrainConfig, facts: Mapping[str, str]) -> None:
+        self._steps = config.steps
+        self._print_table("twell train", settings_table(config, facts))
+
+    def compiling(self) -> None:
+        self._live.update(self._text("compiling kernels ...", style="dim"))
+        self._live.start(refresh=True)
+
+    def compiled(self, seconds: float) -> None:
+        from rich.console import Group
+
+        self.note(compiled_line(seconds))
+        self._task = self._progress.add_task("step", total=self._steps, left="")
+        self._live.update(Group(self._progress, self._figures))
+
+    def step(self, step: int, seconds_left: float | None) -> None:
+        self._progress.update(self._task, completed=step, left=time_left_text(seconds_left))
+
+    def metrics(self, row: Mapping[str, Any], seconds_left: float | None) -> None:
+        line = progress_line(row, self._steps, seconds_left)
+        self._figures.plain = figures_text(row)
+        if "validation_loss" in row:
+            self.note(line)
+
+    def sample(self, step: int, text: str) -> None:
+        from rich.panel import Panel
+
+        # A Text, so that brackets in the sample are not taken for markup.
+        self._console.print(
+            Panel(self._text(text), title=f"sample after step {step}", title_align="left")
+        )
+
+    def note(self, text: str) -> None:
+        self._console.print(self._text(text))
+
+    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
+        self._live.stop()
+        self._print_table("summary", summary_table(summary))
+        for line in closing_lines(config, run):
+            # Not wrapped, so that the command can be copied as it is.
+            self._console.print(self._text(line), soft_wrap=True)
+
+    def _print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
+        from rich.table import Table
+
+        table = Table(title=title, show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column()
+        for name, value in rows:
+            table.add_row(self._text(name), self._text(value))
+        self._console.print(table)
+
+
+def reporter_for(stream: TextIO | None = None) -> Reporter:
+    """Return a live reporter if the stream (stderr) is a terminal, a plain one otherwise."""
+    stream = stream or sys.stderr
+    return LiveReporter(stream) if stream.isatty() else PlainReporter(stream)
+
+
+def settings_table(config: TrainConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the settings, a row for each group of them, then the facts."""
+    sections: dict[str, list[str]] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        if field.name == "sample_prompt":
+            text = repr(value)
+        sections.setdefault(field.metadata["section"], []).append(f"{field.name}={text}")
+    return [(section, " ".join(values)) for section, values in sections.items()] + list(
+        facts.items()
+    )
+
+
+def compiled_line(seconds: float) -> str:
+    """Say how long compiling took, and that it counts for nothing else."""
+    return f"compiling kernels: {seconds:.1f} s (not counted in tokens/s and time left)"
+
+
+def figures_text(row: Mapping[str, Any]) -> str:
+    """Return the figures of a line of ``metrics.jsonl``."""
+    nonzeros = row["nonzeros_per_token"]
+    parts = [f"loss {row['loss']:.4f}"]
+    if "validation_loss" in row:
+        parts.append(f"validation {row['validation_loss']:.4f}")
+    parts += [
+        f"activation sparsity {row['activation_sparsity']:.2%}",
+        f"nonzeros/token {sum(nonzeros) / len(nonzeros):.1f}",
+        f"dead {row['dead_neuron_fraction']:.1%}",
+        f"lr {row['learning_rate']:.2e}",
+    ]
+    if row["tokens_per_second"] is not None:
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def progress_line(row: Mapping[str, Any], steps: int, seconds_left: float | None) -> str:
+    """Return one line for a line of ``metrics.jsonl``."""
+    step = f"step {row['step']:>{len(str(steps))}}/{steps}"
+    return "  ".join(filter(None, (step, figures_text(row), time_left_text(seconds_left))))
+
+
+def time_left_text(seconds: float | None) -> str:
+    """Return ``2m05s left``, or nothing while it is not known."""
+    return "" if seconds is None else f"{duration_text(seconds)} left"
+
+
+def duration_text(seconds: float) -> str:
+    """Return seconds as ``7s``, ``2m05s`` or ``3h04m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+
+
+def summary_table(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the table that ends a run."""
+    speed = summary["tokens_per_second"]
+    return [
+        ("validation loss", f"{summary['loss']:.4f} nats a token"),
+        ("perplexity", f"{summary['perplexity']:.3f}"),
+        ("bits per byte", f"{summary['bits_per_byte']:.4f}"),
+        ("FFN activation sparsity", f"{summary['ffn_activation_sparsity']:.2%}"),
+        (
+            "nonzeros a token, by layer",
+            " ".join(f"{count:.1f}" for count in summary["nonzeros_per_token"]),
+        ),
+        ("dead neurons", f"{summary['dead_neuron_fraction']:.1%}"),
+        ("FFN weight sparsity", f"{summary['ffn_weight_sparsity']:.2%}"),
+        ("steps", f"{summary['steps']:,}"),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("tokens a second", "-" if speed is None else f"{speed:,.0f}"),
+        ("time", duration_text(summary["seconds"])),
+        ("device", summary["device"]),
+        ("seed", str(summary["seed"])),
+    ]
+
+
+def closing_lines(config: TrainConfig, run: Path) -> list[str]:
+    """Say where the run is and what to try next."""
+    prompt = config.sample_prompt.replace("\\", "\\\\").replace('"', '\\"')
+    shown = f'"{prompt}"' if prompt.isprintable() and "$" not in prompt else '"def "'
+    return [
+        f"the run is in {run}",
+        "next:",
+        f"  twell generate {shlex.quote(str(run))} --prompt {shown}",
+        f"  twell eval {shlex.quote(str(run))}",
+    ]

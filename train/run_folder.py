@@ -1,0 +1,220 @@
+"""The folder of one training run.
+
+===========================  =================================================================
+``config.toml``              all settings
+``metrics.jsonl``            one JSON object a logged step
+``samples/step-N.txt``       text written by the model after step N
+``checkpoints/step-N/``      the model as other tools open it, and what resuming needs
+``summary.json``             the finished run's figures
+===========================  =================================================================
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from twell_numba.errors import TwellError
+from twell_numba.models.atomic import write_file_atomically, write_folder_atomically
+from twell_numba.models.checkpoint import checkpoint_steps
+from twell_numba.train.config import TrainConfig, from_settings, read_toml
+
+# What a write that was killed leaves behind.
+_LEFTOVER_NAME = re.compile(r"\.[0-9a-f]+\.step-\d+")
+
+
+class RunFolder:
+    """Reads and writes the files of a run.
+
+    Parameters
+    ----------
+    path : path
+        Need not exist yet; see :meth:`create` and :meth:`require`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config_path = self.path / "config.toml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.samples_path = self.path / "samples"
+        self.checkpoints_path = self.path / "checkpoints"
+
+    def refuse_existing(self) -> None:
+        """Refuse a path at which there is anything but an empty folder.
+
+        Raises
+        ------
+        TwellError
+        """
+        try:
+            taken = os.path.lexists(self.path) and not (
+                self.path.is_dir() and not any(self.path.iterdir())
+            )
+        except OSError as error:
+            raise _named(error, self.path) from error
+        if taken:
+            hint = (
+                f"go on with it by 'twell train --resume {self.path}'"
+                if self.config_path.is_file()
+                else "it is left as it is"
+            )
+            raise TwellError(f"{self.path} exists already; name another run folder ({hint})")
+
+    def create(self, config: TrainConfig) -> None:
+        """Make the folder and write the settings into it.
+
+        Raises
+        ------
+        TwellError
+            If it exists with something in it, or the file system refuses.
+        """
+        self.refuse_existing()
+        with _named_errors(self.path):
+            self.samples_path.mkdir(parents=True)
+            self.checkpoints_path.mkdir()
+        self.write_config(config)
+
+    def require(self) -> None:
+        """Refuse a path that is not a run folder.
+
+        Raises
+        ------
+        TwellError
+        """
+        if not self.path.is_dir():
+            raise TwellError(f"no run folder at {self.path}; give one that 'twell train' made")
+        if not self.config_path.is_file():
+            raise TwellError(
+                f"{self.path} is not a run folder (it has no config.toml); "
+                f"give one that 'twell train' made"
+            )
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write ``config.toml``."""
+        with write_file_atomically(self.config_path) as temporary:
+            temporary.write_text(config.to_toml(), encoding="utf-8")
+
+    def read_config(self) -> TrainConfig:
+        """Return the run's settings.
+
+        Raises
+        ------
+        TwellError
+            If this is not a run folder, or its settings are damaged.
+        """
+        self.require()
+        return from_settings(read_toml(self.config_path))
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add one line to ``metrics.jsonl``."""
+        with (
+            _named_errors(self.metrics_path),
+            self.metrics_path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(row) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return all whole lines of ``metrics.jsonl``; a last line that was cut off is left out."""
+        if not self.metrics_path.exists():
+            return []
+        rows = []
+        with _named_errors(self.metrics_path):
+            lines = self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    rows.append(row)
+        return rows
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of later steps, which a resumed run will write again."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        with write_file_atomically(self.metrics_path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def write_sample(self, step: int, text: str) -> None:
+        """Write ``samples/step-N.txt``."""
+        path = self.samples_path / f"step-{step}.txt"
+        with _named_errors(path):
+            self.samples_path.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``; an infinite perplexity becomes null, as JSON has no infinity."""
+        summary = {key: None if value == math.inf else value for key, value in summary.items()}
+        with write_file_atomically(self.summary_path) as temporary:
+            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is or will be."""
+        return self.checkpoints_path / f"step-{step}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of which there are checkpoints, ascending."""
+        return sorted(checkpoint_steps(self.checkpoints_path))
+
+    def latest_checkpoint(self) -> tuple[int, Path]:
+        """Return the step and path of the newest checkpoint.
+
+        Raises
+        ------
+        TwellError
+            If there is none.
+        """
+        steps = self.checkpoint_steps()
+        if not steps:
+            raise TwellError(f"{self.path} holds no checkpoint; start again with another --out")
+        return steps[-1], self.checkpoint_path(steps[-1])
+
+    def remove_leftovers(self) -> None:
+        """Delete half-written checkpoints of a process that was killed."""
+        if self.checkpoints_path.is_dir():
+            for path in self.checkpoints_path.iterdir():
+                if _LEFTOVER_NAME.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    @contextmanager
+    def new_checkpoint(self, step: int, keep: int) -> Iterator[Path]:
+        """Yield a folder to fill; it becomes the checkpoint of ``step`` as a whole or not at all.
+
+        Once it is in place, all but the ``keep`` newest checkpoints up to it are deleted.
+
+        Raises
+        ------
+        TwellError
+            If the file system refuses; checkpoints that were there before stay.
+        """
+        with write_folder_atomically(self.checkpoint_path(step)) as temporary:
+            yield temporary
+        for old in [number for number in self.checkpoint_steps() if number <= step][:-keep]:
+            shutil.rmtree(self.checkpoint_path(old), ignore_errors=True)
+
+
+def next_run_path(preset: str, parent: str | os.PathLike[str] = "runs") -> Path:
+    """Return ``runs/PRESET-N`` with the smallest N, from 1, above those taken."""
+    folder = Path(parent)
+    pattern = re.compile(re.escape(preset) + r"-(\d+)")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    taken = [int(match[1]) for match in map(pattern.fullmatch, names) if match]
+    return folder / f"{preset}-{max(taken, default=0) + 1}"
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> TwellError:
+    reason = error.strerror or str(error)
+    return TwellError(f"cannot use {path}: {reason}; free some space or name another place")

@@ -1,0 +1,97 @@
+"""``twell doctor``: what this machine has, what works, what does not and why."""
+
+import json
+import platform
+from typing import Any
+
+import click
+
+from twell_numba import __version__
+from twell_numba.cli.options import common_options, json_option
+from twell_numba.cli.text import bytes_text, print_table
+
+
+@click.command("doctor")
+@common_options
+@json_option
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Show versions, CPU, BLAS, Numba and GPU, and say what does not work and why.
+
+    Exits with 1 if kernels cannot be compiled and run here.
+
+    \b
+    Example:
+      twell doctor
+    """
+    from twell_numba.device import machine
+
+    report: dict[str, Any] = {
+        "twell_numba": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": machine.package_versions(),
+        "cpu": machine.describe_cpu(),
+        "blas": machine.describe_blas(),
+        "numba": machine.describe_compiler(),
+        "kernels": machine.check_compilation(),
+        "gpu": machine.describe_gpu(),
+        "environment": machine.settings_in_environment(),
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    if not report["kernels"]["works"]:
+        context.exit(1)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    cpu, numba, kernels = report["cpu"], report["numba"], report["kernels"]
+    memory = f", {bytes_text(cpu['memory_bytes'])} memory" if cpu["memory_bytes"] else ""
+    cache_state = "writable" if kernels["cache_writable"] else "NOT writable"
+    rows = [
+        ("twell_numba", report["twell_numba"]),
+        ("Python", f"{report['python']} on {report['platform']}"),
+        *((name, version or "MISSING") for name, version in report["packages"].items()),
+        ("CPU", f"{cpu['name']} ({cpu['architecture']}{memory})"),
+        ("threads", f"{cpu['threads']} used; {cpu['usable_cores']} of {cpu['cores']} cores usable"),
+        *(("BLAS", _blas_text(library)) for library in report["blas"]),
+        ("Numba target", f"{numba['target_cpu']} ({', '.join(numba['simd']) or 'no SIMD'})"),
+        ("compiled kernels", "work" if kernels["works"] else "DO NOT WORK"),
+        ("kernel cache", f"{kernels['cache_folder']} ({cache_state})"),
+        *_gpu_rows(report["gpu"]),
+        *(("environment", f"{name}={value}") for name, value in report["environment"].items()),
+    ]
+    print_table(None, rows)
+    if numba["jit_disabled"]:
+        click.echo(
+            "\nNUMBA_DISABLE_JIT is set: kernels run as plain Python, very slowly; unset it."
+        )
+    if kernels["problem"]:
+        click.echo(f"\nKernels: {kernels['problem']}.")
+
+
+def _blas_text(library: dict[str, Any]) -> str:
+    kernels = f", {library['kernels']} kernels" if library["kernels"] else ""
+    return f"{library['library']} {library['version']}{kernels}, {library['threads']} threads"
+
+
+def _gpu_rows(gpu: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        (
+            "GPU",
+            f"{device['name']}, compute capability {device['compute_capability']}, "
+            f"{bytes_text(device['memory_bytes'])}, driver for CUDA {gpu['driver_cuda_version']}",
+        )
+        for device in gpu["devices"]
+    ]
+    rows = rows or [("GPU", gpu["problem"] or "the NVIDIA driver lists no GPU")]
+    missing = [name for name, version in gpu["packages"].items() if version is None]
+    installed = [f"{name} {version}" for name, version in gpu["packages"].items() if version]
+    packages = ", ".join(installed) or "none installed"
+    if missing:
+        packages += f" (missing: {', '.join(missing)})"
+    rows.append(("GPU packages", packages))
+    rows.append(("GPU support", "this version computes on the CPU only"))
+    return rows

@@ -1,0 +1,110 @@
+"""``twell generate``: text from a trained model, as it is made."""
+
+import json
+import sys
+
+import click
+
+from twell_numba.cli.options import device_option, ffn_path_option, json_option, seed_option
+from twell_numba.errors import UsageError
+
+
+@click.command("generate")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--prompt", required=True, metavar="TEXT", help="What to go on from; - reads it from stdin."
+)
+@click.option(
+    "--max-new-tokens", type=int, default=200, show_default=True, help="When to stop at the latest."
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="0 always takes the likeliest token; higher values vary more.",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Choose among so many likeliest tokens; 0: among all.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Choose among the likeliest tokens that together have this probability.",
+)
+@ffn_path_option
+@seed_option(default=0, help="The same seed gives the same text.")
+@device_option
+@json_option
+def generate(
+    run: str,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    ffn_path: str,
+    seed: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Stream text from the model in RUN, a run folder or a checkpoint.
+
+    The prompt and its continuation go to stdout, notes to stderr.
+
+    \b
+    Example:
+      twell generate runs/tiny-1 --prompt "def " --temperature 0.7
+    """
+    if prompt == "-":
+        prompt = _read_prompt()
+    from twell_numba.infer.generate import generate as generate_text
+    from twell_numba.models.checkpoint import load_model
+
+    model, tokenizer = load_model(run, ffn_path=ffn_path)
+    generation = generate_text(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    if as_json:
+        text = "".join(generation)
+        result = {
+            "prompt": prompt,
+            "text": text,
+            "prompt_tokens": len(generation.prompt_tokens),
+            "new_tokens": len(generation.tokens),
+            "reason": generation.reason,
+        }
+        click.echo(json.dumps(result, indent=2))
+        return
+    click.echo(prompt, nl=False)
+    for piece in generation:
+        click.echo(piece, nl=False)
+    click.echo()
+    if generation.reason == "context":
+        click.echo(
+            f"Stopped after {len(generation.tokens)} new tokens: the model's context of "
+            f"{model.config.context_length} tokens is full.",
+            err=True,
+        )
+
+
+def _read_prompt() -> str:
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 text ({error.reason}); give text") from error
+    # The line break that ends a typed or echoed line is no part of what is to be continued.
+    return text.removesuffix("\n").removesuffix("\r")

@@ -1,0 +1,105 @@
+"""``twell inspect``: what a checkpoint or a saved matrix holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from twell_numba.cli.options import common_options, json_option
+from twell_numba.cli.text import bytes_text, print_histogram, print_table
+from twell_numba.errors import TwellError
+
+
+@click.command("inspect")
+@click.argument("path", metavar="PATH")
+@common_options
+@json_option
+def inspect(path: str, as_json: bool) -> None:
+    """Show what PATH holds: a run, a checkpoint, or a saved sparse matrix.
+
+    \b
+    Examples:
+      twell inspect runs/tiny-1
+      twell inspect activations.safetensors
+    """
+    if not Path(path).exists():
+        raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
+    from twell_numba.infer import describe
+
+    if Path(path).name == describe.WEIGHTS_NAME:
+        path = str(Path(path).parent)
+    if Path(path).is_file():
+        description = describe.describe_matrix(path)
+        show = _show_matrix
+    else:
+        description = describe.describe_checkpoint(path)
+        show = _show_checkpoint
+    if as_json:
+        click.echo(json.dumps(description, indent=2))
+    else:
+        show(description)
+
+
+def _show_checkpoint(description: dict[str, Any]) -> None:
+    step = description["step"]
+    training = "none" if step is None else f"step {step:,}"
+    if step is not None and not description["resumable"]:
+        training += ", cannot be resumed (no optimizer state)"
+    print_table(
+        None,
+        [
+            ("checkpoint", description["checkpoint"]),
+            ("training state", training),
+            ("parameters", f"{description['parameters']:,}"),
+            ("weights", bytes_text(description["bytes"])),
+            *((name, value) for name, value in description["config"].items()),
+        ],
+    )
+    click.echo()
+    print_table(
+        ("tensor", "shape", "dtype", "bytes"),
+        [
+            (
+                tensor["name"],
+                " x ".join(map(str, tensor["shape"])),
+                tensor["dtype"],
+                f"{tensor['bytes']:,}",
+            )
+            for tensor in description["tensors"]
+        ],
+    )
+
+
+def _show_matrix(description: dict[str, Any]) -> None:
+    stored, dense = description["bytes"], description["dense_bytes"]
+    share = f", {stored / dense:.1%} of {bytes_text(dense)} dense" if dense else ""
+    print_table(
+        None,
+        [
+            ("file", description["path"]),
+            ("format", description["format"]),
+            ("shape", " x ".join(map(str, description["shape"]))),
+            ("dtype", description["dtype"]),
+            ("stored entries", f"{description['stored']:,}"),
+            ("nonzeros", f"{description['nonzeros']:,}"),
+            ("density", f"{description['density']:.4%}"),
+            ("size", f"{bytes_text(stored)}{share}"),
+        ],
+    )
+    click.echo()
+    print_table(
+        ("array", "shape", "dtype"),
+        [
+            (name, " x ".join(map(str, array["shape"])), array["dtype"])
+            for name, array in description["arrays"].items()
+        ],
+    )
+    bins = description["row_lengths"]
+    if bins:
+        click.echo("\nrows by number of nonzeros")
+        labels = [
+            str(part["low"]) if part["low"] == part["high"] else f"{part['low']}-{part['high']}"
+            for part in bins
+        ]
+        print_histogram([part["rows"] for part in bins], labels)

@@ -1,0 +1,105 @@
+"""``twell train``: train a model, or go on with a run."""
+
+import json
+
+import click
+
+from twell_numba.cli.options import device_option, json_option, seed_option
+from twell_numba.errors import UsageError
+
+
+@click.command("train")
+@click.option(
+    "--preset",
+    metavar="NAME",
+    help="Settings to start from: tiny (the default), small, base, paper-0.5b, paper-1b, "
+    "paper-1.5b or paper-2b.",
+)
+@click.option(
+    "--config", "config_file", metavar="F.toml", help="Settings that go over the preset's."
+)
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="One setting, over all of those; may be given many times. Keys: those of any run's "
+    "config.toml.",
+)
+@click.option(
+    "--data", metavar="SRC", help="stdlib, a text file, a folder of text files, or a prepared .bin."
+)
+@click.option("--steps", metavar="N", help="Optimizer steps.")
+@click.option("--out", metavar="RUN", help="New run folder; runs/PRESET-N if not given.")
+@click.option("--resume", metavar="RUN", help="Go on with a run that was stopped.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+@seed_option(default=None)
+@device_option
+@json_option
+def train(
+    preset: str | None,
+    config_file: str | None,
+    overrides: tuple[str, ...],
+    data: str | None,
+    steps: str | None,
+    out: str | None,
+    resume: str | None,
+    quiet: bool,
+    seed: int | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Train a sparse transformer into a new run folder.
+
+    Settings come from the preset, then --config, then --set and the options of their own. Without
+    any of them, the tiny preset is trained on this Python's library source, in minutes.
+
+    \b
+    Examples:
+      twell train --preset tiny
+      twell train --preset small --data my-texts/ --set l1_activation=5e-4
+      twell train --resume runs/tiny-1
+    """
+    named = {"data": data, "steps": steps, "seed": seed}
+    given = [
+        *overrides,
+        *(_override(key, value) for key, value in named.items() if value is not None),
+    ]
+    if resume is not None:
+        _refuse_with_resume({"--preset": preset, "--config": config_file, "--out": out})
+    from twell_numba.train.config import resolve, with_overrides
+    from twell_numba.train.run_folder import RunFolder, next_run_path
+
+    if resume is not None:
+        config = with_overrides(RunFolder(resume).read_config(), given)
+        folder = resume
+    else:
+        config = resolve(preset, config_file, given)
+        folder = out or str(next_run_path(config.preset))
+        RunFolder(folder).refuse_existing()  # before the seconds that loading Numba takes
+    from twell_numba.train.loop import train as run_training
+    from twell_numba.train.report import Reporter
+
+    summary = run_training(
+        config,
+        folder,
+        resume=resume is not None,
+        report=Reporter() if quiet else None,
+    )
+    if as_json:
+        click.echo(json.dumps({"run": folder, **summary}, indent=2))
+
+
+def _override(key: str, value: str | int) -> str:
+    # Quoted, so that a path keeps blanks and quotes of its own.
+    written = json.dumps(value, ensure_ascii=False) if key == "data" else value
+    return f"{key}={written}"
+
+
+def _refuse_with_resume(options: dict[str, str | None]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} {value} given with --resume, which goes on with the run's own settings "
+                f"in its own folder; leave it out, or start a new run without --resume"
+            )

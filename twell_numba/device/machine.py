@@ -1,0 +1,260 @@
+"""What this machine has: processor, threads, BLAS, Numba's target and kernel cache, GPU.
+
+Each function describes one of them as a dictionary that can be written as JSON. What is absent is
+``None``, with the reason and the remedy under ``"problem"`` where there is one.
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twell_numba.device.threads import thread_count
+
+REQUIRED_PACKAGES = (
+    "numpy",
+    "scipy",
+    "numba",
+    "llvmlite",
+    "click",
+    "rich",
+    "safetensors",
+    "ml_dtypes",
+    "tokenizers",
+    "threadpoolctl",
+)
+GPU_PACKAGES = ("numba-cuda", "cuda-python", "cuda-bindings")
+
+# Vector instruction sets worth naming, widest first, as LLVM calls them.
+SIMD_FEATURES = (
+    "amx-bf16", "avx512bf16", "avx512f", "avx2", "fma", "f16c", "avx", "sse4.2", "sve", "neon",
+)  # fmt: skip
+
+# Settings in the environment that change which code runs or how fast: worth seeing in a report.
+SETTING_PREFIXES = ("TWELL_", "NUMBA_", "OPENBLAS_", "MKL_", "OMP_", "VECLIB_", "CUDA_VISIBLE_")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the installed version of each required package; ``None`` where it is missing."""
+    return {name: _version(name) for name in REQUIRED_PACKAGES}
+
+
+def settings_in_environment() -> dict[str, str]:
+    """Return the environment variables that steer this package, Numba, BLAS or the GPU driver."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SETTING_PREFIXES)
+    }
+
+
+def describe_cpu() -> dict[str, Any]:
+    """Return the processor's name, its cores, those this process may use, and the threads used."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": _cpu_name(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "threads": thread_count(),
+        "memory_bytes": _memory_bytes(),
+    }
+
+
+def describe_blas() -> list[dict[str, Any]]:
+    """Return the BLAS libraries NumPy and SciPy have loaded: name, version, kernels, threads."""
+    from threadpoolctl import ThreadpoolController
+
+    np.dot(np.ones((2, 2)), np.ones((2, 2)))  # a library may be loaded at its first use
+    return [
+        {
+            "library": library.internal_api,
+            "version": library.version,
+            "kernels": getattr(library, "architecture", None),
+            "threads": library.num_threads,
+            "threading": getattr(library, "threading_layer", None),
+            "file": Path(library.filepath).name,
+        }
+        for library in ThreadpoolController().select(user_api="blas").lib_controllers
+    ]
+
+
+def describe_compiler() -> dict[str, Any]:
+    """Return the processor Numba compiles for and its vector instruction sets."""
+    import llvmlite.binding as llvm
+    from numba.core import config
+
+    features = llvm.get_host_cpu_features()
+    return {
+        "target_cpu": config.CPU_NAME or llvm.get_host_cpu_name(),
+        "simd": [name for name in SIMD_FEATURES if features.get(name)],
+        "jit_disabled": bool(config.DISABLE_JIT),
+    }
+
+
+def check_compilation() -> dict[str, Any]:
+    """Compile a small kernel, compare its result with NumPy's, and see where kernels are cached.
+
+    Returns
+    -------
+    dict
+        ``works`` (bool), ``cache_folder`` (str or None), ``cache_writable`` (bool), ``problem``.
+    """
+    result: dict[str, Any] = {
+        "works": False,
+        "cache_folder": None,
+        "cache_writable": False,
+        "problem": None,
+    }
+    try:
+        kernel = _self_test_kernel()
+        x = np.arange(-8, 9, dtype=np.float32)
+        result["works"] = float(kernel(x)) == float(np.maximum(x, 0).sum())
+        if not result["works"]:
+            result["problem"] = (
+                "a compiled kernel gave a wrong sum; clear the kernel cache and reinstall numba"
+            )
+    except Exception as error:  # whatever fails here is what the report is about
+        result["problem"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return result
+    folder = getattr(getattr(kernel, "stats", None), "cache_path", None)
+    result["cache_folder"] = folder
+    result["cache_writable"] = folder is not None and _is_writable(Path(folder))
+    if not result["cache_writable"] and result["problem"] is None:
+        result["problem"] = (
+            f"kernels cannot be cached in {folder}, so every start compiles them again; "
+            "set NUMBA_CACHE_DIR to a folder that can be written"
+        )
+    return result
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Return what NVIDIA's driver reports, and which Python packages for it are installed.
+
+    The driver's library is asked directly, so that nothing needs to be installed for the answer.
+
+    Returns
+    -------
+    dict
+        ``devices`` (list of name, compute_capability, memory_bytes), ``driver_cuda_version``,
+        ``packages`` (name to version or None) and ``problem``.
+    """
+    result: dict[str, Any] = {
+        "devices": [],
+        "driver_cuda_version": None,
+        "packages": {name: _version(name) for name in GPU_PACKAGES},
+        "problem": None,
+    }
+    driver = _load_cuda_driver()
+    if driver is None:
+        result["problem"] = (
+            "no NVIDIA driver found; on a machine with an NVIDIA GPU, install its driver"
+        )
+        return result
+    code = driver.cuInit(0)
+    if code != 0:
+        result["problem"] = (
+            f"the NVIDIA driver found no usable GPU (cuInit returned {code}); "
+            "check nvidia-smi, CUDA_VISIBLE_DEVICES and whether this container was given the GPU"
+        )
+        return result
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    result["driver_cuda_version"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    result["devices"] = _cuda_devices(driver)
+    return result
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        answer = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if answer.returncode == 0:
+            return answer.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _self_test_kernel() -> Any:
+    """Decorated in a function: where no cache folder can be had, decorating is what raises."""
+    from twell_numba.device.jit import jit
+
+    return jit(_sum_of_positives)
+
+
+def _sum_of_positives(x: np.ndarray) -> float:
+    total = 0.0
+    for value in x:
+        if value > 0:
+            total += value
+    return total
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _load_cuda_driver() -> Any:
+    names = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _cuda_devices(driver: Any) -> list[dict[str, Any]]:
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return [_cuda_device(driver, ordinal) for ordinal in range(count.value)]
+
+
+def _cuda_device(driver: Any, ordinal: int) -> dict[str, Any]:
+    compute_capability_major, compute_capability_minor = 75, 76  # CUdevice_attribute
+    device = ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), ordinal)
+    name = ctypes.create_string_buffer(256)
+    driver.cuDeviceGetName(name, len(name), device)
+    major, minor, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), compute_capability_major, device)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), compute_capability_minor, device)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    return {
+        "name": name.value.decode(errors="replace"),
+        "compute_capability": f"{major.value}.{minor.value}",
+        "memory_bytes": memory.value,
+    }

@@ -1,0 +1,127 @@
+"""The activation-sparse feedforward layers in plain NumPy: the definition and the oracle.
+
+Dense arithmetic throughout, in the dtype of the inputs; only what is returned is packed. For the
+formulas see :mod:`twell_numba.kernels.twell.cpu`, which has the same functions.
+"""
+
+import numpy as np
+
+from twell_numba.kernels.twell.activations import PackedActivations
+
+
+def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 32) -> PackedActivations:
+    """Pack ``relu(gate)``, NaN included, of a (M, F) array."""
+    return _pack(gate, gate, None, tile, slots)
+
+
+def gated_ffn_forward(
+    x: np.ndarray,
+    gate_weight: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    tile: int = 256,
+    slots: int = 32,
+) -> tuple[np.ndarray, PackedActivations]:
+    """Return y (M, D) and the packed activations."""
+    gate = x @ gate_weight.T
+    up = x @ up_weight.T
+    y = (np.maximum(gate, 0) * up) @ down_weight
+    return y, _pack(gate, gate, up, tile, slots)
+
+
+def gated_ffn_backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    gate_weight: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    activations: PackedActivations,
+    l1_scale: float,
+    gate_grad: np.ndarray,
+    up_grad: np.ndarray,
+    down_grad: np.ndarray,
+) -> np.ndarray:
+    """Return dx (M, D) and add the weights' gradients in place."""
+    gate = x @ gate_weight.T
+    up = x @ up_weight.T
+    fires = ~(gate <= 0)
+    hidden = np.where(fires, gate, 0) * up
+    d_hidden = dy @ down_weight.T + l1_scale * np.sign(hidden)
+    d_up = np.where(fires, d_hidden * gate, 0)
+    d_gate = np.where(fires, d_hidden * up, 0)
+    down_grad += hidden.T @ dy
+    up_grad += d_up.T @ x
+    gate_grad += d_gate.T @ x
+    return d_up @ up_weight + d_gate @ gate_weight
+
+
+def ffn_forward(
+    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 32
+) -> tuple[np.ndarray, PackedActivations]:
+    """Return y (M, D) and the packed activations of a two-matrix layer."""
+    up = x @ up_weight.T
+    return np.maximum(up, 0) @ down_weight, _pack(up, up, None, tile, slots)
+
+
+def ffn_backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    activations: PackedActivations,
+    l1_scale: float,
+    up_grad: np.ndarray,
+    down_grad: np.ndarray,
+) -> np.ndarray:
+    """Return dx (M, D) of a two-matrix layer and add the weights' gradients in place."""
+    up = x @ up_weight.T
+    fires = ~(up <= 0)
+    hidden = np.where(fires, up, 0)
+    d_up = np.where(fires, dy @ down_weight.T + l1_scale * np.sign(hidden), 0)
+    down_grad += hidden.T @ dy
+    up_grad += d_up.T @ x
+    return d_up @ up_weight
+
+
+def activation_statistics(activations: PackedActivations) -> tuple[int, float, np.ndarray]:
+    """Return the count of h != 0, the sum of |h| and, for each neuron, whether it ever fired."""
+    hidden = activations.hidden().to_dense()
+    nonzero = hidden != 0
+    return int(nonzero.sum()), float(np.abs(hidden).sum(dtype=np.float64)), nonzero.any(axis=0)
+
+
+def _pack(
+    pattern: np.ndarray, values: np.ndarray, up: np.ndarray | None, tile: int, slots: int
+) -> PackedActivations:
+    """Pack ``values`` (and ``up``) where ``pattern`` is positive or NaN, row by row."""
+    rows, neurons = pattern.shape
+    tiles = -(-neurons // tile)
+    packed = PackedActivations(
+        neurons=neurons,
+        tile=tile,
+        values=np.zeros((rows, tiles, slots), values.dtype),
+        columns=np.zeros((rows, tiles, slots), np.uint16),
+        counts=np.zeros((rows, tiles), np.int32),
+        up_values=None if up is None else np.zeros((rows, tiles, slots), values.dtype),
+        tail_rows=np.zeros(0, np.int64),
+        tail_values=np.zeros((0, neurons), values.dtype),
+    )
+    fires = ~(pattern <= 0)
+    tail_rows = []
+    for row in range(rows):
+        tile_columns = [np.flatnonzero(fires[row, t * tile : (t + 1) * tile]) for t in range(tiles)]
+        if any(len(columns) > slots for columns in tile_columns):
+            tail_rows.append(row)
+            continue
+        for t, columns in enumerate(tile_columns):
+            count = len(columns)
+            packed.counts[row, t] = count
+            packed.columns[row, t, :count] = columns
+            packed.values[row, t, :count] = values[row, t * tile + columns]
+            if packed.up_values is not None and up is not None:
+                packed.up_values[row, t, :count] = up[row, t * tile + columns]
+    packed.tail_rows = np.array(tail_rows, np.int64)
+    packed.tail_values = np.where(fires[tail_rows], values[tail_rows], 0).astype(values.dtype)
+    if up is not None:
+        packed.up_tail = up[tail_rows]
+    return packed

@@ -1,0 +1,138 @@
+"""Causal self-attention with rotary positions and grouped key/value heads."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from twell_numba.kernels.attention import causal_attention, causal_attention_backward
+from twell_numba.kernels.rotary import rotary, rotary_backward
+from twell_numba.layers.linear import Linear
+from twell_numba.layers.parameter import Parameter
+
+
+class KeyValueStore(Protocol):
+    """What attention needs of a cache: it takes new keys and values and returns all so far."""
+
+    def append(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take k and v (B, S, G, head width); return those of all T positions (B, T, G, ...)."""
+        ...
+
+
+class Attention:
+    """Self-attention of a Llama block, without biases.
+
+    H query heads share G key and value heads (grouped-query attention, Ainslie et al., 2023), with
+    H divisible by G. Query and key are turned by their position (rotary embedding, Su et al., 2021).
+
+    Parameters
+    ----------
+    prefix : str
+        Of the weights' names in a checkpoint: ``{prefix}.q_proj.weight`` and so on.
+    n_heads, n_kv_heads : int
+        H and G.
+    query : ndarray, shape (H * head width, D)
+    key, value : ndarray, shape (G * head width, D)
+    output : ndarray, shape (D, H * head width)
+
+    Raises
+    ------
+    ValueError
+        If the weights' shapes do not fit the numbers of heads.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        n_heads: int,
+        n_kv_heads: int,
+        query: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        output: np.ndarray,
+    ) -> None:
+        if n_heads % n_kv_heads or query.shape[0] % n_heads:
+            raise ValueError(
+                f"{n_heads} heads, {n_kv_heads} key/value heads and a query weight of shape "
+                f"{query.shape} given; heads divisible by key/value heads and rows by heads wanted"
+            )
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+        self.head_width = query.shape[0] // n_heads
+        width = query.shape[1]
+        for name, weight, shape in (
+            ("key", key, (n_kv_heads * self.head_width, width)),
+            ("value", value, (n_kv_heads * self.head_width, width)),
+            ("output", output, (width, query.shape[0])),
+        ):
+            if weight.shape != shape:
+                raise ValueError(
+                    f"{name} weight of shape {weight.shape} given, shape {shape} wanted "
+                    f"beside a query weight of shape {query.shape}"
+                )
+        self.query = Linear(f"{prefix}.q_proj.weight", query)
+        self.key = Linear(f"{prefix}.k_proj.weight", key)
+        self.value = Linear(f"{prefix}.v_proj.weight", value)
+        self.output = Linear(f"{prefix}.o_proj.weight", output)
+
+    def __call__(
+        self,
+        x: np.ndarray,
+        batch: int,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        cache: KeyValueStore | None = None,
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
+        """Return Y (M, D) for X (M, D) of ``batch`` sequences, and the backward pass.
+
+        Parameters
+        ----------
+        x : ndarray, shape (M, D)
+            M = batch * S; the tokens of a sequence follow each other.
+        batch : int
+        cos, sin : ndarray, shape (S, head width / 2)
+            Of the positions of these tokens, from ``rotary_tables``.
+        cache : object with ``append``, optional
+            Earlier keys and values, to be attended to as well. The new ones are appended. There is
+            no backward pass then: None is returned for it.
+        """
+        tokens = x.shape[0]
+        if batch < 1 or tokens % batch:
+            raise ValueError(f"{tokens} tokens given, a multiple of the batch of {batch} wanted")
+        length = tokens // batch
+        query_shape = (batch, length, self.n_heads, self.head_width)
+        key_shape = (batch, length, self.n_kv_heads, self.head_width)
+
+        flat_q, backprop_query = self.query(x)
+        flat_k, backprop_key = self.key(x)
+        flat_v, backprop_value = self.value(x)
+        q = rotary(flat_q.reshape(query_shape), cos, sin)
+        k = rotary(flat_k.reshape(key_shape), cos, sin)
+        v = flat_v.reshape(key_shape)
+        if cache is not None:
+            k_all, v_all = cache.append(k, v)
+            mixed, _ = causal_attention(q, k_all, v_all)
+            y, _ = self.output(mixed.reshape(flat_q.shape))
+            return y, None
+
+        mixed, log_sum_exp = causal_attention(q, k, v)
+        y, backprop_output = self.output(mixed.reshape(flat_q.shape))
+
+        def backprop(dy: np.ndarray) -> np.ndarray:
+            dmixed = backprop_output(dy).reshape(query_shape)
+            dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sum_exp)
+            dx = backprop_query(rotary_backward(dq, cos, sin).reshape(flat_q.shape))
+            dx += backprop_key(rotary_backward(dk, cos, sin).reshape(flat_k.shape))
+            dx += backprop_value(dv.reshape(flat_v.shape))
+            return dx
+
+        return y, backprop
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters trained here."""
+        return [
+            self.query.weight,
+            self.key.weight,
+            self.value.weight,
+            self.output.weight,
+        ]

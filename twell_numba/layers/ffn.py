@@ -1,0 +1,227 @@
+"""Feedforward layers: one set of weights, several execution paths that give the same numbers.
+
+``dense`` multiplies everything; ``twell`` packs the activations that are not zero and computes only
+with those; ``auto`` takes whichever was faster at the density of the layer's last call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+from twell_numba.kernels import dense_ffn, twell
+from twell_numba.kernels.dense_ffn import DenseActivations
+from twell_numba.kernels.twell import PackedActivations
+from twell_numba.layers.parameter import Parameter
+
+PATHS = ("auto", "dense", "twell")
+
+_FAMILIES: dict[str, ModuleType] = {"dense": dense_ffn, "twell": twell}
+
+# Below this fraction of neurons firing `auto` takes the TwELL path: about where its forward and
+# backward passes start to beat dense ones (`twell bench ffn` prints both sides of it).
+AUTO_DENSITY = 0.06
+
+
+@dataclass(frozen=True)
+class ActivationStatistics:
+    """How sparse h was in one call.
+
+    Attributes
+    ----------
+    tokens, neurons : int
+        M and F.
+    nonzeros : int
+        Entries of h that are not 0.
+    absolute_sum : float
+        Sum of |h|: the L1 term before its strength.
+    fired : ndarray of bool, shape (F,)
+        Neurons that were not 0 for at least one token.
+    path : str
+        ``dense`` or ``twell``: the path that was taken.
+    """
+
+    tokens: int
+    neurons: int
+    nonzeros: int
+    absolute_sum: float
+    fired: np.ndarray
+    path: str
+
+    @property
+    def density(self) -> float:
+        """Fraction of h that is not 0; NaN for no token."""
+        entries = self.tokens * self.neurons
+        return self.nonzeros / entries if entries else float("nan")
+
+
+class _LastCall(NamedTuple):
+    path: str
+    activations: PackedActivations | DenseActivations
+
+
+class FeedForward:
+    """What the gated and the two-matrix layer share: the weights' shapes, the path, the statistics.
+
+    Parameters
+    ----------
+    parameters : list of Parameter
+        The weights, each of the same shape (F, D).
+    path : {"auto", "dense", "twell"}
+
+    Raises
+    ------
+    ValueError
+        If the weights are not of one shape (F, D), or the path is not known.
+    """
+
+    def __init__(self, parameters: list[Parameter], path: str) -> None:
+        shape = parameters[0].value.shape
+        for parameter in parameters:
+            if parameter.value.ndim != 2 or parameter.value.shape != shape:
+                raise ValueError(
+                    f"{parameter.name} of shape {parameter.value.shape} given beside "
+                    f"{parameters[0].name} of shape {shape}; all FFN weights are (F, D), "
+                    "the down projection too"
+                )
+        self._parameters = parameters
+        self.path = path
+        self._last: _LastCall | None = None
+        self._statistics: ActivationStatistics | None = None
+        self._density: float | None = None
+
+    @property
+    def path(self) -> str:
+        """The execution path; may be changed at any time."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        if path not in PATHS:
+            raise ValueError(f"FFN path {path!r} given, one of {', '.join(PATHS)} wanted")
+        self._path = path
+
+    @property
+    def statistics(self) -> ActivationStatistics:
+        """Statistics of the last call, computed when first asked for.
+
+        Raises
+        ------
+        RuntimeError
+            If the layer has not been called yet.
+        """
+        if self._last is not None:
+            path, activations = self._last
+            self._statistics = ActivationStatistics(
+                *activations.shape, *_FAMILIES[path].activation_statistics(activations), path
+            )
+            self._last = None
+            if self._statistics.tokens:
+                self._density = self._statistics.density
+        if self._statistics is None:
+            raise RuntimeError("the FFN's statistics were asked for before its first call")
+        return self._statistics
+
+    @property
+    def measured_density(self) -> float | None:
+        """Fraction of h that was not 0 in the last call with any token; None before the first.
+
+        ``auto`` decides by it. A run that resumes sets it to what it was, to take the same path.
+        """
+        if self._last is not None:
+            _ = self.statistics
+        return self._density
+
+    @measured_density.setter
+    def measured_density(self, density: float | None) -> None:
+        self._last = None
+        self._density = density
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters trained here."""
+        return self._parameters
+
+    def _choose_path(self) -> str:
+        if self.path != "auto":
+            return self.path
+        density = self.measured_density
+        return "twell" if density is not None and density < AUTO_DENSITY else "dense"
+
+
+class GatedFFN(FeedForward):
+    """Y = (relu(X Wg^T) * (X Wu^T)) Wd.
+
+    Parameters
+    ----------
+    prefix : str
+        Of the weights' names in a checkpoint: ``{prefix}.gate_proj.weight`` and so on.
+    gate, up, down : ndarray, shape (F, D)
+        Neuron-major: row j belongs to neuron j.
+    path : {"auto", "dense", "twell"}
+    """
+
+    def __init__(
+        self, prefix: str, gate: np.ndarray, up: np.ndarray, down: np.ndarray, path: str = "auto"
+    ) -> None:
+        self.gate = Parameter(f"{prefix}.gate_proj.weight", gate)
+        self.up = Parameter(f"{prefix}.up_proj.weight", up)
+        self.down = Parameter(f"{prefix}.down_proj.weight", down)
+        super().__init__([self.gate, self.up, self.down], path)
+
+    def __call__(
+        self, x: np.ndarray, l1_scale: float = 0.0
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """Return Y (M, D) for X (M, D), and the backward pass.
+
+        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
+        """
+        path = self._choose_path()
+        family = _FAMILIES[path]
+        weights = (self.gate.read_only, self.up.read_only, self.down.read_only)
+        y, activations = family.gated_ffn_forward(x, *weights)
+        self._last = _LastCall(path, activations)
+
+        def backprop(dy: np.ndarray) -> np.ndarray:
+            gradients = [parameter.grad_buffer() for parameter in self._parameters]
+            return family.gated_ffn_backward(dy, x, *weights, activations, l1_scale, *gradients)
+
+        return y, backprop
+
+
+class TwoMatrixFFN(FeedForward):
+    """Y = relu(X Wu^T) Wd.
+
+    Parameters
+    ----------
+    prefix : str
+        Of the weights' names in a checkpoint: ``{prefix}.up_proj.weight`` and so on.
+    up, down : ndarray, shape (F, D)
+        Neuron-major: row j belongs to neuron j.
+    path : {"auto", "dense", "twell"}
+    """
+
+    def __init__(self, prefix: str, up: np.ndarray, down: np.ndarray, path: str = "auto") -> None:
+        self.up = Parameter(f"{prefix}.up_proj.weight", up)
+        self.down = Parameter(f"{prefix}.down_proj.weight", down)
+        super().__init__([self.up, self.down], path)
+
+    def __call__(
+        self, x: np.ndarray, l1_scale: float = 0.0
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """Return Y (M, D) for X (M, D), and the backward pass.
+
+        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
+        """
+        path = self._choose_path()
+        family = _FAMILIES[path]
+        weights = (self.up.read_only, self.down.read_only)
+        y, activations = family.ffn_forward(x, *weights)
+        self._last = _LastCall(path, activations)
+
+        def backprop(dy: np.ndarray) -> np.ndarray:
+            gradients = [parameter.grad_buffer() for parameter in self._parameters]
+            return family.ffn_backward(dy, x, *weights, activations, l1_scale, *gradients)
+
+        return y, backprop

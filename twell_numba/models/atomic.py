@@ -1,0 +1,126 @@
+"""Writing files and folders so that a kill or a full disk never leaves half of one.
+
+Everything is written under a temporary name beside the destination, synced to the disk, and
+renamed: a reader sees either what was there before or the whole of what is new. A process killed
+before the rename leaves nothing but a hidden file or folder, ``.<random>.<name>``, which may be
+deleted.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from twell_numba.errors import TwellError
+
+
+@contextmanager
+def write_folder_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it becomes ``path`` when the ``with`` block ends well.
+
+    A folder that already stands at ``path`` is replaced, and is put back if that fails. If the
+    block raises, the temporary folder is removed and ``path`` is left as it was. Missing parent
+    folders are made.
+
+    Raises
+    ------
+    TwellError
+        If the file system refuses (disk full, no permission): one line naming path and reason.
+    """
+    destination = Path(path)
+    with _file_system_errors_named(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_name(destination)
+        temporary.mkdir()
+        try:
+            yield temporary
+            _sync_tree(temporary)
+            _replace_folder(temporary, destination)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync(destination.parent)
+
+
+@contextmanager
+def write_file_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path to write; it becomes ``path`` when the ``with`` block ends well.
+
+    If the block raises, the temporary file is removed and ``path`` is left as it was. Missing
+    parent folders are made.
+
+    Raises
+    ------
+    TwellError
+        If the file system refuses (disk full, no permission): one line naming path and reason.
+    """
+    destination = Path(path)
+    with _file_system_errors_named(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_name(destination)
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, destination)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(destination.parent)
+
+
+@contextmanager
+def _file_system_errors_named(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TwellError(
+            f"cannot write {destination}: {reason}; what was there before is unchanged, "
+            f"free some space or name another place"
+        ) from error
+
+
+def _temporary_name(destination: Path) -> Path:
+    """Name a sibling, on the same file system, that keeps the destination's file extension."""
+    return destination.with_name(f".{secrets.token_hex(4)}.{destination.name}")
+
+
+def _replace_folder(temporary: Path, destination: Path) -> None:
+    """Rename ``temporary`` to ``destination``; a folder with contents must first be moved aside."""
+    if not destination.is_dir():
+        os.rename(temporary, destination)
+        return
+    previous = _temporary_name(destination)
+    os.rename(destination, previous)
+    try:
+        os.rename(temporary, destination)
+    except BaseException:
+        os.rename(previous, destination)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's list of names, are on the disk."""
+    if path.is_dir():
+        # Windows cannot open a folder; there is nothing to sync then.
+        with suppress(PermissionError):
+            _sync_descriptor(os.open(path, os.O_RDONLY))
+    else:
+        _sync_descriptor(os.open(path, os.O_RDWR))
+
+
+def _sync_descriptor(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
