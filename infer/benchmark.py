@@ -110,8 +110,8 @@ def benchmark_one_token(
 class _Problem:
     """Random weights and inputs of which a chosen number of neurons fires for a token.
 
-    The first input is 1 for every token and its gate weight is minus the normal quantile that leaves
-    the wanted fraction above 0.
+    The first input is 1 for every token and its gate weight is minus the normal quantile that
+    leaves the wanted fraction above 0.
     """
 
     def __init__(self, shape: FFNShape, seed: int) -> None:
@@ -132,16 +132,17 @@ class _Problem:
 
     def exact(self, backward: bool) -> list[np.ndarray]:
         """Return y, and with ``backward`` also dx and the weights' gradients, from float64."""
-        x, *weights = (
-            array.astype(np.float64) for array in (self.x, self.gate, self.up, self.down)
+        x, gate, up, down, dy = (
+            array.astype(np.float64) for array in (self.x, self.gate, self.up, self.down, self.dy)
         )
-        y, activations = reference.gated_ffn_forward(x, *weights)
+        y, activations = reference.gated_ffn_forward(x, gate, up, down)
         if not backward:
             return [y]
-        gradients = [np.zeros_like(weight) for weight in weights]
-        dy = self.dy.astype(np.float64)
-        dx = reference.gated_ffn_backward(dy, x, *weights, activations, 0.0, *gradients)
-        return [y, dx, *gradients]
+        d_gate, d_up, d_down = (np.zeros_like(gate) for _ in range(3))
+        dx = reference.gated_ffn_backward(
+            dy, x, gate, up, down, activations, 0.0, d_gate, d_up, d_down
+        )
+        return [y, dx, d_gate, d_up, d_down]
 
 
 class _NumPyFFN:

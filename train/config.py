@@ -243,7 +243,8 @@ def resolve(
 
 
 # What a resumed run may change.
-_RESUMABLE = frozenset({"steps"}) | {
+# Data may have been moved: that its tokens are the same is checked when it is read.
+_RESUMABLE = frozenset({"steps", "data"}) | {
     name for name, description in _FIELDS.items() if description.metadata["section"] == "Reports"
 }
 

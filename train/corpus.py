@@ -84,6 +84,11 @@ class TokenCorpus:
     validation: np.ndarray
 
 
+def absolute_source(source: str) -> str:
+    """Return a source that means the same from every working directory."""
+    return source if source == STDLIB else str(Path(source).expanduser().absolute())
+
+
 def load_text(source: str) -> TextCorpus:
     """Read a source of text: ``"stdlib"``, a file or a folder.
 

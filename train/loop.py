@@ -1,5 +1,6 @@
 """A training run from beginning to end: what happens when."""
 
+import dataclasses
 import math
 import os
 import shlex
@@ -18,12 +19,13 @@ from twell_numba.errors import TwellError, UsageError
 from twell_numba.infer.evaluate import Evaluation, evaluate
 from twell_numba.infer.generate import generate
 from twell_numba.layers.loss import cross_entropy_loss
+from twell_numba.models.cache import KVCache
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import validation_windows
 from twell_numba.train.checkpoints import load_checkpoint_model, restore, write_checkpoint
 from twell_numba.train.config import TrainConfig, require_resumable
-from twell_numba.train.corpus import TokenCorpus, load_text, tokenize
+from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
 from twell_numba.train.prepared import SUFFIX, open_prepared
 from twell_numba.train.report import Reporter, reporter_for
@@ -74,11 +76,13 @@ def train(
         recorded = run.read_config()
         config = config or recorded
         require_resumable(recorded, config)
+    elif config is None:
+        raise UsageError("no settings given, a TrainConfig wanted for a new run")
     else:
-        if config is None:
-            raise UsageError("no settings given, a TrainConfig wanted for a new run")
         run.refuse_existing()
     config.validate()
+    # Absolute, so that the run can be resumed from another directory.
+    config = dataclasses.replace(config, data=absolute_source(config.data))
     with single_threaded_blas(), _overflow_unannounced(), report or reporter_for() as reporter:
         return _Run(config, run, reporter).execute(resume)
 
@@ -116,6 +120,8 @@ class _Run:
         return self._finish(evaluation)
 
     def _begin(self) -> None:
+        if self.config.tokenizer == "bpe":
+            self.reporter.note(f"preparing {self.config.data} with a bpe tokenizer ...")
         self.corpus = load_corpus(self.config)
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus)
@@ -175,7 +181,7 @@ class _Run:
         self.reporter.compiling()
         begin = time.monotonic()
         densities = [ffn.measured_density for ffn in self.trainer.model.ffn_layers]
-        compile_kernels(self.trainer.model, self.windows[:1])
+        compile_kernels(self.trainer.model, self.windows[0])
         self.trainer.optimizer.compile()
         for ffn, density in zip(self.trainer.model.ffn_layers, densities, strict=True):
             ffn.measured_density = density
@@ -332,7 +338,7 @@ def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> 
     return tokenize(text, tokenizer)
 
 
-def compile_kernels(model: Transformer, windows: np.ndarray) -> None:
+def compile_kernels(model: Transformer, window: np.ndarray) -> None:
     """Compile, or load from the disk, what training and sampling will run, on a few tokens.
 
     Every path that a layer may take later is gone through, so that no step stops to compile. Adds
@@ -341,15 +347,17 @@ def compile_kernels(model: Transformer, windows: np.ndarray) -> None:
     Parameters
     ----------
     model : Transformer
-    windows : ndarray of integers, shape (1, S + 1)
+    window : ndarray of integers, shape (S + 1,)
     """
     chosen = model.ffn_path
-    window = windows[:, :3]
+    tokens = window[None, :3]
     for path in ("dense", "twell") if chosen == "auto" else (chosen,):
         model.ffn_path = path
-        logits, backprop = model(window[:, :-1], l1_scale=1.0)
-        _, backprop_loss = cross_entropy_loss(logits, window[:, 1:].ravel())
+        logits, backprop = model(tokens[:, :-1], l1_scale=1.0)
+        _, backprop_loss = cross_entropy_loss(logits, tokens[:, 1:].ravel())
         backprop(backprop_loss())
+        # A single token, as in a sample, may take kernels of its own.
+        model.step(tokens[:, :1], KVCache(model.config, 1, 1, model.dtype))
     model.ffn_path = chosen
 
 

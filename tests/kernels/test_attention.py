@@ -4,7 +4,8 @@ import pytest
 from twell_numba.device import set_thread_count, thread_count
 from twell_numba.kernels.attention import cpu, reference
 
-# B, S, T, H, G, w: one query, few queries, blocks (64 - 1, 64, 64 + 1), more keys, grouped heads, odd widths
+# B, S, T, H, G, w: one query, few queries, a block of 64 less and more one, more keys than queries,
+# grouped heads, widths that are no multiple of 4
 SHAPES = [
     (0, 3, 3, 2, 1, 4),
     (2, 0, 3, 2, 1, 4),

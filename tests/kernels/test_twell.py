@@ -43,12 +43,16 @@ def assert_same_packing(packed, wanted):
     packed.hidden().validate()
     np.testing.assert_array_equal(packed.counts, wanted.counts)
     np.testing.assert_array_equal(packed.tail_rows, wanted.tail_rows)
-    stored = np.arange(packed.slots) < packed.counts[..., None]
+    stored = ~padding_of(packed)
     np.testing.assert_array_equal(packed.columns[stored], wanted.columns[stored])
 
 
+def padding_of(packed):
+    return (np.arange(packed.slots) >= packed.counts[..., None]).reshape(packed.values.shape)
+
+
 def poison_padding(packed):
-    padding = np.arange(packed.slots) >= packed.counts[..., None]
+    padding = padding_of(packed)
     packed.values[padding] = np.nan
     packed.columns[padding] = 65535
     if packed.up_values is not None:

@@ -7,9 +7,11 @@ from twell_numba.errors import TwellError
 from twell_numba.infer.evaluate import evaluate
 from twell_numba.models.checkpoint import load_model
 from twell_numba.train import TrainConfig, train
+from twell_numba.train.config import with_overrides
 from twell_numba.train.held_out import DEFAULT_WINDOWS, held_out_windows
 from twell_numba.train.prepared import prepare
 from twell_numba.train.report import Reporter
+from twell_numba.train.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +38,10 @@ def test_a_run_is_measured_on_what_it_was_validated_on(run):
     windows, source = held_out_windows(run, model, tokenizer)
     assert windows.shape == (12, 17)
     assert source.endswith("text.txt")
-    summary = train(
-        TrainConfig(**{**_settings(run), "steps": 3}), run.with_name("again"), report=Reporter()
-    )
+    config = with_overrides(RunFolder(run).read_config(), ["steps=3"])
+    summary = train(config, run.with_name("again"), report=Reporter())
     again, tokenizer = load_model(run.with_name("again"))
     assert evaluate(again, windows, tokenizer, 3)["loss"] == summary["loss"]
-
-
-def _settings(run):
-    import dataclasses
-
-    from twell_numba.train.run_folder import RunFolder
-
-    return dataclasses.asdict(RunFolder(run).read_config())
 
 
 def test_a_checkpoint_in_a_run_is_measured_alike(run):

@@ -496,6 +496,25 @@ def test_a_run_that_cannot_start_leaves_no_folder(tmp_path, config, override, er
     assert not run.exists()
 
 
+def test_a_run_is_resumed_from_another_directory_and_after_its_data_moved(
+    tmp_path, config, text_file, monkeypatch
+):
+    (tmp_path / "text.txt").write_bytes(text_file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        quiet_train(
+            with_overrides(config, ["data=text.txt"]), "run", False, InterruptingReporter(3)
+        )
+    monkeypatch.chdir("/")
+    with pytest.raises(Interrupted):
+        quiet_train(None, run, True, InterruptingReporter(5))
+    moved = with_overrides(RunFolder(run).read_config(), [f"data={text_file}"])
+    (tmp_path / "text.txt").unlink()
+    quiet_train(moved, run, True)
+    assert RunFolder(run).read_config().data == str(text_file)
+
+
 def test_prepared_data_trains_as_the_text_does(tmp_path, config, text_file):
     prepare(str(text_file), tmp_path / "data.bin")
     prepared = with_overrides(config, [f"data={tmp_path / 'data.bin'}"])

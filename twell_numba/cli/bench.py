@@ -11,7 +11,12 @@ from twell_numba.cli.text import print_table
 
 @click.group("bench")
 def bench() -> None:
-    """Time each path against dense in one run and check its numbers."""
+    """Time each path against dense in one run and check its numbers.
+
+    \b
+    Example:
+      twell bench ffn
+    """
 
 
 @bench.command("ffn")

@@ -43,8 +43,8 @@ def common_float_dtype(**arrays: np.ndarray) -> np.dtype:
 def float_inputs(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the arrays ready for a kernel to read, in the order given.
 
-    All are of the same dtype, float32 or float64, in native byte order, C-contiguous (copied only if
-    they were not) and read-only views.
+    All are of the same dtype, float32 or float64, in native byte order, C-contiguous (copied only
+    if they were not) and read-only views.
 
     Raises
     ------

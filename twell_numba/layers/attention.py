@@ -23,7 +23,8 @@ class Attention:
     """Self-attention of a Llama block, without biases.
 
     H query heads share G key and value heads (grouped-query attention, Ainslie et al., 2023), with
-    H divisible by G. Query and key are turned by their position (rotary embedding, Su et al., 2021).
+    H divisible by G. Queries and keys are turned by their position (rotary embedding, Su et al.,
+    2021).
 
     Parameters
     ----------

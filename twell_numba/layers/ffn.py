@@ -114,8 +114,10 @@ class FeedForward:
         """
         if self._last is not None:
             path, activations = self._last
+            tokens, neurons = activations.shape
+            nonzeros, absolute_sum, fired = _FAMILIES[path].activation_statistics(activations)
             self._statistics = ActivationStatistics(
-                *activations.shape, *_FAMILIES[path].activation_statistics(activations), path
+                tokens, neurons, nonzeros, absolute_sum, fired, path
             )
             self._last = None
             if self._statistics.tokens:

@@ -122,7 +122,10 @@ def sum_of_squares(grad: np.ndarray) -> float:
 @jit
 def _step(value, grad, first_moment, second_moment, coefficients, start, stop):
     (grad_scale, beta1, rest1, beta2, rest2, keep, rate, correction2, eps) = coefficients
-    for i in range(start, stop):
+    # slices, because a loop that does not start at 0 is not vectorized: an index might be negative
+    value, grad = value[start:stop], grad[start:stop]
+    first_moment, second_moment = first_moment[start:stop], second_moment[start:stop]
+    for i in range(value.size):
         g = grad[i] * grad_scale
         first = beta1 * first_moment[i] + rest1 * g
         second = beta2 * second_moment[i] + rest2 * g * g
@@ -135,7 +138,8 @@ def _step(value, grad, first_moment, second_moment, coefficients, start, stop):
 def _sum_squares(flat, partial, first_chunk, last_chunk):
     for chunk in range(first_chunk, last_chunk):
         total = 0.0
-        for i in range(chunk * CHUNK, min(flat.size, (chunk + 1) * CHUNK)):
-            number = np.float64(flat[i])
+        part = flat[chunk * CHUNK : (chunk + 1) * CHUNK]
+        for i in range(part.size):
+            number = np.float64(part[i])
             total += number * number
         partial[chunk] = total

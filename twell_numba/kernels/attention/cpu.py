@@ -4,23 +4,23 @@
     q, y [B, S, H, w],  k, v [B, T, G, w],  L [B, H, S]
 
 Bound by arithmetic: 2 products of S T w multiply-adds a head forward and 5 backward, half of them
-skipped because of causality, and one exponential a score. Scores exist for one block of 64 x 64 at a
-time (FlashAttention-2, Dao, 2023). Everything a number depends on is summed by one thread in one
-order: the same bits every run, for any number of threads.
+skipped because of causality, and one exponential a score. Scores exist for one block of 64 x 64 at
+a time (FlashAttention-2, Dao, 2023). What is added up is added by one thread in one order: the same
+bits every run, for any number of threads.
 
-Milliseconds forward and backward, float32, on 2 cores of an AMD EPYC (Zen 5):
+Milliseconds forward and backward, least of 25 runs, float32, on 2 cores of an AMD EPYC (Zen 5):
 
-==========================================  ==================  =================
-version                                     B 16, S 128, H 4,   B 4, S 512, H 8,
-                                            w 32                w 64
-==========================================  ==================  =================
-this one                                    0.89, 2.1           8.9, 20
-NumPy's BLAS on blocks of 128 queries,      1.23, 2.9           9.3, 31
+=========================================  ===================  ==================
+version                                    B 16, S 128, H 4,    B 4, S 512, H 8,
+                                           w 32                 w 64
+=========================================  ===================  ==================
+this one                                   0.88, 2.0            8.8, 20
+NumPy's BLAS on blocks of 128 queries,     1.20, 2.5            9.0, 21
 softmax in Numba
-the same on whole sequences                 1.23, 2.9           12, 30
-products with row lengths unknown to the    1.26, not tried     11.3, not tried
+the same on blocks of 64 queries           1.44, 4.7            10.6, 25
+products with row lengths unknown to the   1.23, not tried      11.1, not tried
 compiler
-==========================================  ==================  =================
+=========================================  ===================  ==================
 
 One query (decoding) with 4 heads of 32 and 256 keys takes 12 us, in the calling thread.
 """
@@ -230,11 +230,11 @@ def _forward_by_query(q, k, v, y, log_sum_exp, start, stop):
                     mixed[d] += share * v[b, j, g, d]
 
 
-# In the blocked kernels every inner loop runs over BLOCK neighbouring numbers of a buffer made in the
-# kernel itself, whose row length the compiler therefore knows (the helpers are inlined for this
+# In the blocked kernels every inner loop runs over BLOCK neighbouring numbers of a buffer made in
+# the kernel itself, whose row length the compiler therefore knows (the helpers are inlined for this
 # reason): it keeps a 4 x 4 block of factors in registers and needs no checks for overlap. This is
-# 62 multiply-adds a nanosecond and core for w = 64 where OpenBLAS reaches 60; with row lengths
-# unknown it is 25. Widths and numbers of rows are padded with zeros to multiples of 4.
+# 50 to 60 multiply-adds a nanosecond and core where OpenBLAS reaches 60; with row lengths unknown
+# it is 25. Widths and numbers of rows are padded with zeros to multiples of 4.
 
 
 @jit(forceinline=True)

@@ -3,11 +3,11 @@
     L_m = log sum_v exp(x_mv),  loss_m = L_m - x_m,target(m)              x [M, V], L, loss [M]
     dx_mv = (exp(x_mv - L_m) - [v = target(m)]) * scale
 
-Bound by arithmetic for rows that fit the cache: one exponential a number each way, which is why that
-is a polynomial here. A maximum does not vectorize as long as NaN has to mean something, so it is
-kept for LANES columns apart. For M = 2048, V = 256, float32 on one core of an AMD EPYC (Zen 5):
-0.23 ms forward; with 64 lanes 0.28 ms; with a plain maximum 0.31 ms; with the C library's
-exponential about 1.1 ms.
+Bound by arithmetic for rows that fit the cache: one exponential a number each way, which is why
+that is a polynomial here. A maximum does not vectorize as long as NaN has to mean something, so it
+is kept apart for LANES columns. For M = 2048, V = 256, float32 on one core of an AMD EPYC (Zen 5),
+forward takes 0.23 ms, of which the maximum 0.08 ms (with 64 lanes 0.11 ms, plainly 0.18 ms, by
+NumPy's ``max`` 0.17 ms) and the exponentials 0.10 ms (0.9 ms with the C library's).
 """
 
 import math

@@ -98,6 +98,7 @@ def gated_ffn_backward(
         dy, x, gate_weight, gate_grad=gate_grad, up_grad=up_grad, down_grad=down_grad
     )
     gate, up, hidden = activations
+    assert up is not None, "activations of a gated layer wanted"
     scale = x.dtype.type(l1_scale)
     d_gate, d_up = np.empty_like(gate), np.empty_like(gate)
     dx = np.empty_like(x)

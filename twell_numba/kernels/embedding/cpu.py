@@ -91,6 +91,8 @@ def _checked_tokens(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
 @jit
 def _add_columns(dx, tokens, dtable, start, stop):
     for m in range(tokens.size):
-        row = tokens[m]
-        for d in range(start, stop):
-            dtable[row, d] += dx[m, d]
+        # slices, because a loop that does not start at 0 is not vectorized: an index might be negative
+        row = dtable[tokens[m], start:stop]
+        addend = dx[m, start:stop]
+        for d in range(row.size):
+            row[d] += addend[d]

@@ -1,6 +1,7 @@
 """Rotary position embedding on the CPU.
 
-    y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin     x, y [B, S, H, w] with halves x1, x2; tables [S, w/2]
+    y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin
+    x, y [B, S, H, w] with halves x1, x2; cos, sin [S, w / 2]
 
 Bound by memory: reads and writes every number once; the tables stay in cache.
 """

@@ -17,14 +17,17 @@ class PackedActivations:
         F, the number of hidden units.
     tile : int
         T, neurons a tile.
-    values : ndarray, shape (M, tiles, slots)
+    slots : int
+        Entries a tile has room for. The tiles of a row lie one after another, so that an entry's
+        place in its row is one number.
+    values : ndarray, shape (M, tiles * slots)
         ``relu(g)`` of a gated layer, ``h`` of a two-matrix layer. Entries past a tile's count are
         arbitrary.
-    columns : ndarray of uint16, shape (M, tiles, slots)
+    columns : ndarray of uint16, shape (M, tiles * slots)
         Neuron of each entry, as an offset inside its tile.
     counts : ndarray of int32, shape (M, tiles)
         Entries in each tile; 0 in every tile of a row that is kept in the tail.
-    up_values : ndarray, shape (M, tiles, slots), or None
+    up_values : ndarray, shape (M, tiles * slots), or None
         ``u`` at the same entries; None in a two-matrix layer.
     tail_rows : ndarray of int64, shape (R,)
         Ascending rows of which a tile overflows.
@@ -34,6 +37,7 @@ class PackedActivations:
 
     neurons: int
     tile: int
+    slots: int
     values: np.ndarray
     columns: np.ndarray
     counts: np.ndarray
@@ -41,10 +45,6 @@ class PackedActivations:
     tail_rows: np.ndarray
     tail_values: np.ndarray
     up_tail: np.ndarray | None = field(default=None)
-
-    @property
-    def slots(self) -> int:
-        return self.values.shape[2]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,9 +62,10 @@ class PackedActivations:
         return self._matrix(self.values * self.up_values, self.tail_values * self.up_tail)
 
     def _matrix(self, values: np.ndarray, tail_values: np.ndarray) -> TwELLMatrix:
+        tiles = (*self.counts.shape, self.slots)
         return TwELLMatrix(
-            values,
-            self.columns,
+            values.reshape(tiles),
+            self.columns.reshape(tiles),
             self.counts,
             self.shape,
             tile=self.tile,

@@ -68,7 +68,7 @@ def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 32) -> PackedActiv
     _require_tile(tile, slots)
     (gate,) = float_inputs(gate=gate)
     require_shape("gate", gate, ("M", "F"))
-    packed = _allocate(gate.shape[0], gate.shape[1], tile, slots, gate.dtype, gated=False)
+    packed = _allocate(gate.shape[0], gate.shape[1], tile, slots, gate.dtype)
     tail: list[tuple[np.ndarray, np.ndarray]] = []
     run_ranges(
         lambda start, stop: _pack_panel(gate[start:stop], start, packed, tail),
@@ -107,24 +107,21 @@ def gated_ffn_forward(
     x, (gate_weight, up_weight, down_weight) = _check_arguments(x, weights)
     _require_tile(tile, slots)
     rows, neurons = x.shape[0], gate_weight.shape[0]
-    packed = _allocate(rows, neurons, tile, slots, x.dtype, gated=True)
+    packed = _allocate(rows, neurons, tile, slots, x.dtype)
+    packed.up_values = np.empty_like(packed.values)
+    packed.up_tail = np.empty_like(packed.tail_values)
     y = np.empty_like(x)
-    values, columns, up_values = (
-        _flat(packed.values),
-        _flat(packed.columns),
-        _flat(packed.up_values),
-    )
 
     def gather(start: int, stop: int) -> None:
         _gated_forward_rows(
             x,
             up_weight,
             down_weight,
-            values,
-            columns,
+            packed.values,
+            packed.columns,
             packed.counts,
             tile,
-            up_values,
+            packed.up_values,
             y,
             start,
             stop,
@@ -174,12 +171,9 @@ def gated_ffn_backward(
     )
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
-    values, columns, up_values = (
-        _flat(packed.values),
-        _flat(packed.columns),
-        _flat(packed.up_values),
-    )
-    d_gate_values, d_up_values = np.empty_like(values), np.empty_like(values)
+    assert packed.up_values is not None, "activations of a gated FFN"
+    assert packed.up_tail is not None, "activations of a gated FFN"
+    d_gate_values, d_up_values = np.empty_like(packed.values), np.empty_like(packed.values)
     neuron_starts, entry_rows, entry_slots = _entries_by_neuron(packed)
     dx = np.empty_like(x)
 
@@ -189,8 +183,8 @@ def gated_ffn_backward(
             x,
             down_weight,
             scale,
-            values,
-            up_values,
+            packed.values,
+            packed.up_values,
             neuron_starts,
             entry_rows,
             entry_slots,
@@ -212,7 +206,7 @@ def gated_ffn_backward(
             up_weight,
             d_gate_values,
             d_up_values,
-            columns,
+            packed.columns,
             packed.counts,
             tile,
             dx,
@@ -249,12 +243,13 @@ def ffn_forward(
     weights = {"up_weight": up_weight, "down_weight": down_weight}
     x, (up_weight, down_weight) = _check_arguments(x, weights)
     _require_tile(tile, slots)
-    packed = _allocate(x.shape[0], up_weight.shape[0], tile, slots, x.dtype, gated=False)
+    packed = _allocate(x.shape[0], up_weight.shape[0], tile, slots, x.dtype)
     y = np.empty_like(x)
-    values, columns = _flat(packed.values), _flat(packed.columns)
 
     def gather(start: int, stop: int) -> None:
-        _gather_rows(down_weight, values, columns, packed.counts, tile, y, start, stop)
+        _gather_rows(
+            down_weight, packed.values, packed.columns, packed.counts, tile, y, start, stop
+        )
 
     _forward_panels(x, up_weight, packed, gather)
     if packed.tail_rows.size:
@@ -281,8 +276,7 @@ def ffn_backward(
     dy = _check_gradients(dy, x, up_weight, {"up_grad": up_grad, "down_grad": down_grad})
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
-    values, columns = _flat(packed.values), _flat(packed.columns)
-    d_up_values = np.empty_like(values)
+    d_up_values = np.empty_like(packed.values)
     neuron_starts, entry_rows, entry_slots = _entries_by_neuron(packed)
     dx = np.empty_like(x)
 
@@ -292,7 +286,7 @@ def ffn_backward(
             x,
             down_weight,
             scale,
-            values,
+            packed.values,
             neuron_starts,
             entry_rows,
             entry_slots,
@@ -308,7 +302,7 @@ def ffn_backward(
     )
     run_ranges(
         lambda start, stop: _gather_rows(
-            up_weight, d_up_values, columns, packed.counts, tile, dx, start, stop
+            up_weight, d_up_values, packed.columns, packed.counts, tile, dx, start, stop
         ),
         x.shape[0],
         grain=ROW_GRAIN,
@@ -339,12 +333,12 @@ def activation_statistics(activations: PackedActivations) -> tuple[int, float, n
     """
     packed = activations
     fired = np.zeros(packed.neurons, np.bool_)
-    ones = packed.values if packed.up_values is None else packed.up_values
+    gated = packed.up_values is not None
     nonzeros, absolute_sum = _statistics(
-        _flat(packed.values),
-        _flat(ones),
-        packed.up_values is not None,
-        _flat(packed.columns),
+        packed.values,
+        packed.up_values if gated else packed.values,
+        gated,
+        packed.columns,
         packed.counts,
         packed.tile,
         fired,
@@ -393,26 +387,20 @@ def _require_tile(tile: int, slots: int) -> None:
         raise ValueError(f"slots={slots} given, 1 to tile={tile} wanted")
 
 
-def _allocate(
-    rows: int, neurons: int, tile: int, slots: int, dtype: np.dtype, gated: bool
-) -> PackedActivations:
-    shape = (rows, -(-neurons // tile), slots)
+def _allocate(rows: int, neurons: int, tile: int, slots: int, dtype: np.dtype) -> PackedActivations:
+    """Return activations of a two-matrix layer with room for every entry and an empty tail."""
+    tiles = -(-neurons // tile)
     return PackedActivations(
         neurons=neurons,
         tile=tile,
-        values=np.empty(shape, dtype),
-        columns=np.empty(shape, np.uint16),
-        counts=np.empty(shape[:2], np.int32),
-        up_values=np.empty(shape, dtype) if gated else None,
+        slots=slots,
+        values=np.empty((rows, tiles * slots), dtype),
+        columns=np.empty((rows, tiles * slots), np.uint16),
+        counts=np.empty((rows, tiles), np.int32),
+        up_values=None,
         tail_rows=np.empty(0, np.int64),
         tail_values=np.empty((0, neurons), dtype),
-        up_tail=np.empty((0, neurons), dtype) if gated else None,
     )
-
-
-def _flat(slots: np.ndarray) -> np.ndarray:
-    """View (M, tiles, slots) as (M, tiles * slots): an entry's place in its row is one number."""
-    return slots.reshape(slots.shape[0], slots.shape[1] * slots.shape[2])
 
 
 # ---- Forward, by panels of rows
@@ -453,7 +441,7 @@ def _pack_panel(
 ) -> None:
     """Pack some rows; those that overflow are emptied and their relu is appended to ``tail``."""
     overflows = _pack_rows(
-        panel, first_row, packed.tile, packed.values, packed.columns, packed.counts
+        panel, first_row, packed.tile, packed.slots, packed.values, packed.columns, packed.counts
     )
     if overflows:
         counts = packed.counts[first_row : first_row + panel.shape[0]]
@@ -470,10 +458,9 @@ def _collect_tail(packed: PackedActivations, tail: list[tuple[np.ndarray, np.nda
 
 
 @jit
-def _pack_rows(panel, first_row, tile, values, columns, counts):
+def _pack_rows(panel, first_row, tile, slots, values, columns, counts):
     """Pack the positive and NaN entries of each row; return how many tiles hold more than fit."""
     neurons = panel.shape[1]
-    slots = values.shape[2]
     overflows = 0
     for row in range(panel.shape[0]):
         m = first_row + row
@@ -488,14 +475,14 @@ def _pack_rows(panel, first_row, tile, values, columns, counts):
                     k = j + lowest_bit(mask)
                     mask = np.uint16(mask & np.uint16(mask - np.uint16(1)))
                     if count < slots:
-                        values[m, t, count] = panel[row, k]
-                        columns[m, t, count] = np.uint16(k - start)
+                        values[m, t * slots + count] = panel[row, k]
+                        columns[m, t * slots + count] = np.uint16(k - start)
                     count += 1
             for k in range(vector_stop, stop):
                 if not panel[row, k] <= 0:
                     if count < slots:
-                        values[m, t, count] = panel[row, k]
-                        columns[m, t, count] = np.uint16(k - start)
+                        values[m, t * slots + count] = panel[row, k]
+                        columns[m, t * slots + count] = np.uint16(k - start)
                     count += 1
             counts[m, t] = count
             if count > slots:
@@ -568,10 +555,9 @@ def _entries_by_neuron(packed: PackedActivations) -> tuple[np.ndarray, np.ndarra
     neuron_starts[-1] = entries
     entry_rows = np.empty(entries, np.int64)
     entry_slots = np.empty(entries, np.int64)
-    columns = _flat(packed.columns)
     run_ranges(
         lambda start, stop: _list_tiles(
-            columns,
+            packed.columns,
             packed.counts,
             packed.tile,
             tile_starts,

@@ -99,10 +99,11 @@ def _pack(
     packed = PackedActivations(
         neurons=neurons,
         tile=tile,
-        values=np.zeros((rows, tiles, slots), values.dtype),
-        columns=np.zeros((rows, tiles, slots), np.uint16),
+        slots=slots,
+        values=np.zeros((rows, tiles * slots), values.dtype),
+        columns=np.zeros((rows, tiles * slots), np.uint16),
         counts=np.zeros((rows, tiles), np.int32),
-        up_values=None if up is None else np.zeros((rows, tiles, slots), values.dtype),
+        up_values=None if up is None else np.zeros((rows, tiles * slots), values.dtype),
         tail_rows=np.zeros(0, np.int64),
         tail_values=np.zeros((0, neurons), values.dtype),
     )
@@ -114,12 +115,12 @@ def _pack(
             tail_rows.append(row)
             continue
         for t, columns in enumerate(tile_columns):
-            count = len(columns)
-            packed.counts[row, t] = count
-            packed.columns[row, t, :count] = columns
-            packed.values[row, t, :count] = values[row, t * tile + columns]
+            packed.counts[row, t] = len(columns)
+            places = slice(t * slots, t * slots + len(columns))
+            packed.columns[row, places] = columns
+            packed.values[row, places] = values[row, t * tile + columns]
             if packed.up_values is not None and up is not None:
-                packed.up_values[row, t, :count] = up[row, t * tile + columns]
+                packed.up_values[row, places] = up[row, t * tile + columns]
     packed.tail_rows = np.array(tail_rows, np.int64)
     packed.tail_values = np.where(fires[tail_rows], values[tail_rows], 0).astype(values.dtype)
     if up is not None:
