@@ -30,6 +30,7 @@ from twell_numba.train.interrupt import Interrupted, InterruptFlag
 from twell_numba.train.prepared import SUFFIX, open_prepared
 from twell_numba.train.report import Reporter, reporter_for
 from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.sparsity import StepStatistics
 from twell_numba.train.tokenizer import make_tokenizer
 from twell_numba.train.trainer import Diverged, StepResult, Trainer
 
@@ -339,7 +340,7 @@ def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> 
 
 
 def compile_kernels(model: Transformer, window: np.ndarray) -> None:
-    """Compile, or load from the disk, what training and sampling will run, on a few tokens.
+    """Compile, or load from the disk, what training and sampling will run.
 
     Every path that a layer may take later is gone through, so that no step stops to compile. Adds
     into gradients; changes no weight.
@@ -348,14 +349,18 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
     ----------
     model : Transformer
     window : ndarray of integers, shape (S + 1,)
+        As long as in training: kernels may differ by length.
     """
     chosen = model.ffn_path
-    tokens = window[None, :3]
+    tokens = window[None, :]
     for path in ("dense", "twell") if chosen == "auto" else (chosen,):
         model.ffn_path = path
         logits, backprop = model(tokens[:, :-1], l1_scale=1.0)
         _, backprop_loss = cross_entropy_loss(logits, tokens[:, 1:].ravel())
         backprop(backprop_loss())
+        StepStatistics(model.config.n_layers, model.config.d_ffn).add(
+            [ffn.statistics for ffn in model.ffn_layers]
+        )
         # A single token, as in a sample, may take kernels of its own.
         model.step(tokens[:, :1], KVCache(model.config, 1, 1, model.dtype))
     model.ffn_path = chosen

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from twell_numba.device import set_thread_count, thread_count
 from twell_numba.kernels.cross_entropy import cpu, reference
 
 SHAPES = [(0, 5), (1, 1), (2, 3), (3, 63), (3, 64), (3, 65), (300, 257)]
@@ -60,6 +61,24 @@ def test_large_logits_do_not_overflow(dtype):
     logits = np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4], [-np.inf, 0, -200]], dtype)
     losses, _ = cpu.cross_entropy(logits, np.array([0, 1, 1]))
     np.testing.assert_allclose(losses, [0, np.log(3), 0], rtol=1e-3)
+
+
+def test_same_bits_for_every_thread_count(rng, monkeypatch):
+    monkeypatch.setattr(cpu, "GRAIN", 1)
+    logits, targets = make(rng, 100, 70, np.float32)
+    before = thread_count()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            set_thread_count(threads)
+            losses, log_sum_exp = cpu.cross_entropy(logits, targets)
+            gradient = cpu.cross_entropy_backward(logits, targets, log_sum_exp, 0.1)
+            results.append((losses, log_sum_exp, gradient))
+    finally:
+        set_thread_count(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_any_memory_layout(rng):

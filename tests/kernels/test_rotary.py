@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from twell_numba.device import set_thread_count, thread_count
 from twell_numba.kernels.rotary import cpu, reference, rotary_tables
 
 
@@ -40,6 +41,21 @@ def test_scores_depend_on_the_distance_alone(rng):
     near = np.sum(cpu.rotary(q, *tables(1, 8, first=7)) * cpu.rotary(k, *tables(1, 8, first=3)))
     far = np.sum(cpu.rotary(q, *tables(1, 8, first=104)) * cpu.rotary(k, *tables(1, 8, first=100)))
     np.testing.assert_allclose(near, far)
+
+
+def test_same_bits_for_every_thread_count(rng, monkeypatch):
+    monkeypatch.setattr(cpu, "GRAIN", 1)
+    x = rng.standard_normal((3, 7, 2, 4))
+    before = thread_count()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            set_thread_count(threads)
+            results.append(cpu.rotary(x, *tables(7, 4)))
+    finally:
+        set_thread_count(before)
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
 
 
 def test_any_memory_layout(rng):

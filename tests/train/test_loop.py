@@ -18,7 +18,7 @@ from twell_numba.train import Interrupted, TrainConfig, train
 from twell_numba.train import checkpoints as checkpoints_module
 from twell_numba.train.config import with_overrides
 from twell_numba.train.interrupt import InterruptFlag
-from twell_numba.train.loop import load_corpus
+from twell_numba.train.loop import compile_kernels, load_corpus
 from twell_numba.train.prepared import prepare
 from twell_numba.train.report import Reporter
 from twell_numba.train.run_folder import RunFolder
@@ -542,6 +542,17 @@ def test_training_works_in_a_thread_that_is_not_the_main_one(tmp_path, config):
     thread.start()
     thread.join()
     assert summaries[0]["steps"] == 12
+
+
+def test_compiling_changes_no_weight_and_no_path(config):
+    trainer = Trainer(config, load_corpus(config))
+    before = {name: parameter.value.copy() for name, parameter in trainer.parameters.items()}
+    compile_kernels(trainer.model, np.arange(17))
+    trainer.optimizer.compile()
+    assert trainer.model.ffn_path == "auto"
+    assert trainer.step_count == 0
+    for name, parameter in trainer.parameters.items():
+        np.testing.assert_array_equal(parameter.value, before[name])
 
 
 def test_a_second_interrupt_stops_at_once_and_the_handler_is_put_back():

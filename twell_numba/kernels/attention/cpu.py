@@ -39,8 +39,9 @@ from twell_numba.kernels.checks import float_inputs, require_shape
 BLOCK = 64
 # With fewer queries than this, one at a time beats a block that is mostly padding.
 FEW_QUERIES = 8
-# Fewest multiply-adds worth a second thread (about 50 us of work).
-GRAIN = 1_000_000
+# Fewest multiply-adds worth a thread of their own (100 us of work: waking a thread takes about as
+# long).
+GRAIN = 4_000_000
 
 
 def causal_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +84,7 @@ def causal_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.nd
         run_ranges(
             lambda start, stop: _forward_by_query(q, k, v, y, log_sum_exp, start, stop),
             batch * heads,
-            grain=1 + GRAIN // max(4 * queries * keys * width, 1),
+            grain=1 + GRAIN // max(8 * queries * keys * width, 1),
         )
     else:
         run_ranges(

@@ -15,8 +15,8 @@ from twell_numba.kernels.rotary.reference import rotary_tables
 
 __all__ = ["rotary", "rotary_backward", "rotary_tables"]
 
-# Fewest numbers worth a second thread (about 50 us of work).
-GRAIN = 100_000
+# Fewest numbers worth a thread of their own (100 us of work: waking a thread takes about as long).
+GRAIN = 500_000
 
 
 def rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
