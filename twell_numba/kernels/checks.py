@@ -52,7 +52,7 @@ def float_inputs(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
         As :func:`common_float_dtype`.
     """
     dtype = common_float_dtype(**arrays)
-    return tuple(contiguous(array, dtype) for array in arrays.values())
+    return tuple([contiguous(array, dtype) for array in arrays.values()])
 
 
 def index_input(name: str, array: np.ndarray) -> np.ndarray:

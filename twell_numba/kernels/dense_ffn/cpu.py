@@ -23,7 +23,7 @@ from twell_numba.kernels.checks import float_inputs, require_in_place, require_s
 from twell_numba.kernels.dense_ffn.reference import DenseActivations
 
 # Rows a thread takes through all products at a time.
-PANEL_ROWS = 256
+PANEL_ROWS = 512
 ROW_GRAIN = 16
 
 

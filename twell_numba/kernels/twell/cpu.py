@@ -40,7 +40,7 @@ from twell_numba.kernels.checks import float_inputs, require_in_place, require_s
 from twell_numba.kernels.twell.activations import PackedActivations
 
 # Rows whose pre-activations a thread holds at a time: enough for BLAS to run at full speed.
-PANEL_ROWS = 256
+PANEL_ROWS = 512
 # Stored entries of one neuron handled at a time in the backward pass.
 BLOCK_ENTRIES = 64
 # Fewest rows and neurons that pay for waking another thread.
@@ -361,10 +361,12 @@ def _check_arguments(
     x: np.ndarray, weights: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     x, *arrays = float_inputs(x=x, **weights)
-    require_shape("x", x, ("M", "D"))
-    neurons = arrays[0].shape[0]
+    if x.ndim != 2:
+        require_shape("x", x, ("M", "D"))
+    shape = (arrays[0].shape[0], x.shape[1])
     for name, array in zip(weights, arrays, strict=True):
-        require_shape(name, array, (neurons, x.shape[1]))
+        if array.shape != shape:
+            require_shape(name, array, shape)
     return x, arrays
 
 
@@ -415,6 +417,11 @@ def _forward_panels(
     """Multiply by ``weight``, pack and gather, a panel of rows at a time on every thread."""
     rows, neurons = x.shape[0], weight.shape[0]
     tail: list[tuple[np.ndarray, np.ndarray]] = []
+    if x.size * neurons < SMALL_PRODUCT:
+        _pack_panel(np.matmul(x, weight.T), 0, packed, tail)
+        gather(0, rows)
+        _collect_tail(packed, tail)
+        return
 
     def work(start: int, stop: int) -> None:
         buffer = np.empty((min(PANEL_ROWS, stop - start), neurons), x.dtype)
@@ -425,11 +432,8 @@ def _forward_panels(
             _pack_panel(panel, first, packed, tail)
             gather(first, last)
 
-    if x.size * neurons < SMALL_PRODUCT:
-        work(0, rows)
-    else:
-        with single_threaded_blas():
-            run_ranges(work, rows, grain=ROW_GRAIN)
+    with single_threaded_blas():
+        run_ranges(work, rows, grain=ROW_GRAIN)
     _collect_tail(packed, tail)
 
 
