@@ -4,20 +4,34 @@
 
 - ``nogil``: kernels work on a range of rows and are run by several threads at once
   (:mod:`twell_numba.device.threads`), which needs the interpreter lock released.
-- ``cache``: compiled code is kept on disk, so that a second process starts at once.
-- ``fastmath`` limited to reassociation and contraction: sums may be vectorized, but NaN, infinities
-  and signed zeros keep their meaning (full fast-math would let ``isnan`` be optimized away).
+- ``cache``: compiled code is kept on disk, so that a second process starts at once; where no folder
+  for it can be written, kernels are compiled anew in each process.
+- ``fastmath`` limited to reassociation and contraction: sums may be vectorized, but NaN,
+  infinities and signed zeros keep their meaning (full fast-math would let ``isnan`` be optimized
+  away).
 - ``error_model="numpy"``: a division by zero gives inf or NaN, never an exception in a thread.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numba
 
-jit = functools.partial(
-    numba.njit,
-    nogil=True,
-    cache=True,
-    fastmath={"reassoc", "contract"},
-    error_model="numpy",
-)
+_SETTINGS = {
+    "nogil": True,
+    "fastmath": {"reassoc", "contract"},
+    "error_model": "numpy",
+}
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function on its first call; a decorator, with or without Numba's options."""
+    if function is None:
+        return functools.partial(jit, **options)
+    try:
+        return numba.njit(cache=True, **_SETTINGS, **options)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        return numba.njit(**_SETTINGS, **options)(function)

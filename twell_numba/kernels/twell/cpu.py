@@ -21,6 +21,9 @@ What bounds the speed. Every stored entry moves 2 rows of D numbers forward and 
 from the last-level cache: at 1% of F = 2048, D = 512 float32 that is 84 MB forward, which two
 threads read in 1.0 ms (84 GB/s), beside a gate product of 4.8 ms (AVX-512) or 8.4 ms (AVX2).
 
+64 entries a tile of 256 are the default: where 2% of the neurons fire that is as fast as 32, at 9%
+it is 1.2 to 1.5 times as fast, because hardly a row overflows.
+
 Versions tried for M = 1024, D = 512, F = 2048, 20 entries a row, 2 threads, milliseconds, gather
 only: one entry at a time 1.4; two 1.2; four at a time (here) 1.05; four with software prefetch of
 the next rows 1.09; neuron by neuron over panels of 128, 256, 512 tokens 1.40, 1.38, 1.33. For
@@ -48,7 +51,7 @@ ROW_GRAIN = 16
 NEURON_GRAIN = 64
 
 
-def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 32) -> PackedActivations:
+def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 64) -> PackedActivations:
     """Pack ``relu(gate)`` as TwELL.
 
     Parameters
@@ -85,7 +88,7 @@ def gated_ffn_forward(
     up_weight: np.ndarray,
     down_weight: np.ndarray,
     tile: int = 256,
-    slots: int = 32,
+    slots: int = 64,
 ) -> tuple[np.ndarray, PackedActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd, reading up and down only where relu is positive.
 
@@ -233,7 +236,7 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 32
+    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 64
 ) -> tuple[np.ndarray, PackedActivations]:
     """Compute y = relu(x Wu^T) Wd, reading down only where relu is positive.
 

@@ -9,7 +9,7 @@ import numpy as np
 from twell_numba.kernels.twell.activations import PackedActivations
 
 
-def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 32) -> PackedActivations:
+def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 64) -> PackedActivations:
     """Pack ``relu(gate)``, NaN included, of a (M, F) array."""
     return _pack(gate, gate, None, tile, slots)
 
@@ -20,7 +20,7 @@ def gated_ffn_forward(
     up_weight: np.ndarray,
     down_weight: np.ndarray,
     tile: int = 256,
-    slots: int = 32,
+    slots: int = 64,
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations."""
     gate = x @ gate_weight.T
@@ -56,7 +56,7 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 32
+    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 64
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations of a two-matrix layer."""
     up = x @ up_weight.T
