@@ -21,7 +21,7 @@ from twell_numba.formats.tensor_file import (
     TensorFile,
     WrongFileError,
     open_tensor_file,
-    write_tensor_file,
+    write_tensors,
 )
 
 VERSION = 1
@@ -47,7 +47,7 @@ def save(matrix: SparseMatrix, path: str | PathLike[str]) -> None:
         "dtype": matrix.dtype.name,
     }
     metadata |= {name: str(getattr(matrix, name)) for name in matrix.parameter_names}
-    write_tensor_file(path, matrix._arrays_to_save(), metadata)
+    write_tensors(path, matrix._arrays_to_save(), metadata)
 
 
 def load(path: str | PathLike[str]) -> SparseMatrix:
@@ -87,8 +87,8 @@ def _matrix_class(metadata: dict[str, str], wanted: type[Matrix]) -> type[Matrix
 
 
 def _read_matrix(file: TensorFile, cls: type[Matrix]) -> Matrix:
-    if set(file.arrays) != set(cls.array_names):
-        given, wanted = sorted(file.arrays), sorted(cls.array_names)
+    if set(file.tensors) != set(cls.array_names):
+        given, wanted = sorted(file.tensors), sorted(cls.array_names)
         raise WrongFileError(f"damaged: arrays {given} given, {wanted} wanted")
     try:
         shape = tuple(json.loads(file.metadata["shape"]))

@@ -1,30 +1,27 @@
 """Named arrays in a safetensors file: written whole or not at all, read without trust.
 
-A safetensors file is the header's length (8 bytes, little-endian), the header (JSON) and the
-arrays' bytes (little-endian, C order). The header gives each array's dtype, shape and place, and
-may hold text metadata. Equal arrays give equal files, byte for byte.
-
-A header is believed only where it agrees with the size of the file, so no more memory is taken than
-the file itself holds. Nothing is pickled.
+The one place that uses the safetensors library, which checks a file's header against the size of
+the file before any array is read: no more memory is taken than the file itself holds. Nothing is
+pickled. Arrays lie in the file by element size, then by name; the library writes metadata in any
+order.
 """
 
-import json
-import math
 import os
-import secrets
-import stat
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, BinaryIO
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
+from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
 from twell_numba.formats.arrays import BFLOAT16
 
-LARGEST_HEADER = 100_000_000
+# By the names that safetensors gives them.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -40,14 +37,13 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ACCEPTED = ", ".join(dtype.name for dtype in DTYPES.values())
 
 
-# ---------------------------------------------------------------------- writing
-
-
-def write_tensor_file(
-    path: str | PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+def write_tensors(
+    path: str | PathLike[str],
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write arrays of any strides and byte order, and text metadata, to a safetensors file.
 
@@ -58,106 +54,33 @@ def write_tensor_file(
     TypeError
         If an array's dtype is none of :data:`DTYPES`.
     """
-    # The widest elements first, so that every array is aligned to its element size.
-    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name in names:
-        array = arrays[name]
-        dtype = array.dtype.newbyteorder("=")
-        if dtype not in DTYPE_NAMES:
-            raise TypeError(
-                f"{name} of dtype {dtype.name} given, one of "
-                f"{', '.join(accepted.name for accepted in DTYPE_NAMES)} wanted"
-            )
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with write_file_atomically(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in names:
-            file.write(_little_endian_bytes(arrays[name]).data)
+    laid_out = {name: _laid_out(name, array) for name, array in tensors.items()}
+    with write_file_atomically(path) as temporary:
+        try:
+            save_file(laid_out, temporary, dict(metadata) if metadata else None)
+        except SafetensorError as error:
+            raise OSError(_reason(error)) from error
 
 
-def _little_endian_bytes(array: np.ndarray) -> np.ndarray:
-    """Return an array's elements in C order, as bytes."""
-    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-    # As unsigned integers, which have a byte order; bfloat16 has none in NumPy.
-    unsigned = np.dtype(f"=u{native.dtype.itemsize}")
-    little = native.reshape(-1).view(unsigned).astype(unsigned.newbyteorder("<"), copy=False)
-    return little.view(np.uint8)
-
-
-@contextmanager
-def write_file_atomically(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file to write; when the block ends well, it is synced and renamed to ``path``.
-
-    Whenever this is interrupted, ``path`` holds either what it held before or the whole new file;
-    a killed process leaves at most a hidden ``.<random>.tmp`` beside it. A symbolic link is
-    followed, not replaced.
+def read_tensors(path: str | PathLike[str]) -> dict[str, np.ndarray]:
+    """Read every array of a safetensors file into memory, as :meth:`TensorFile.read` does.
 
     Raises
     ------
     TwellError
-        If the file cannot be written.
+        As :func:`open_tensor_file`.
     """
-    target = os.path.realpath(path)
-    if os.path.lexists(target) and not os.path.isfile(target):
-        # Renaming would put a file in the place of a device or a pipe.
-        raise TwellError(f"{os.fspath(path)}: cannot be written: it is not a regular file")
-    folder = os.path.dirname(target)
-    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_folder(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise TwellError(f"{os.fspath(path)}: cannot be written: {reason}") from error
-    finally:
-        with suppress(OSError):
-            os.remove(temporary)
-
-
-def _sync_folder(path: str) -> None:
-    """Force a renaming in a folder to the disk; Windows cannot and need not."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ---------------------------------------------------------------------- reading
+    with open_tensor_file(path) as file:
+        return {name: file.read(name) for name in file.tensors}
 
 
 class WrongFileError(TwellError):
-    """What is wrong with a file."""
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """Where an array lies in a safetensors file."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
+    """What is wrong with a file; :func:`open_tensor_file` puts the file's name before it."""
 
 
 @contextmanager
 def open_tensor_file(path: str | PathLike[str]) -> Iterator["TensorFile"]:
-    """Yield a safetensors file for reading.
+    """Open a safetensors file for reading in a ``with`` block.
 
     Raises
     ------
@@ -165,13 +88,27 @@ def open_tensor_file(path: str | PathLike[str]) -> Iterator["TensorFile"]:
         If the file is missing, truncated or not a safetensors file. A :class:`WrongFileError`
         raised inside the block becomes one that names the file.
     """
+    if not os.path.isfile(path):
+        given = "is not a regular file" if os.path.exists(path) else "is missing"
+        raise TwellError(f"{os.fspath(path)} {given}: a safetensors file wanted, check the path")
     try:
-        with open(path, "rb") as file:
+        with safe_open(path, framework="numpy") as file:
             yield TensorFile(file)
+    except (SafetensorError, OSError) as error:
+        raise TwellError(
+            f"{os.fspath(path)} cannot be read as safetensors: {_reason(error)}; "
+            f"it may be truncated or of another kind, fetch or save it again"
+        ) from error
     except WrongFileError as error:
         raise TwellError(f"{os.fspath(path)}: {error}") from error
-    except OSError as error:
-        raise TwellError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says of an array; ``dtype`` is safetensors' name, such as ``F32``."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class TensorFile:
@@ -179,83 +116,46 @@ class TensorFile:
 
     Attributes
     ----------
-    arrays : dict of StoredArray
-    metadata : dict of str
+    tensors : dict of str to StoredTensor
+    metadata : dict of str to str
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: safe_open) -> None:
         self._file = file
-        self.arrays, self.metadata = _read_header(file)
+        self.metadata: dict[str, str] = file.metadata() or {}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        self.tensors = {
+            name: StoredTensor(tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array of the file, in native byte order and writable."""
-        stored = self.arrays[name]
-        size = math.prod(stored.shape)
-        unsigned = np.dtype(f"<u{stored.dtype.itemsize}")
-        self._file.seek(stored.offset)
-        data = np.fromfile(self._file, unsigned, size)
-        if data.size != size:
-            raise WrongFileError("truncated while it was read")
-        native = data.astype(unsigned.newbyteorder("="), copy=False)
-        return native.view(stored.dtype).reshape(stored.shape)
+        """Return an array of the file: C-contiguous, writable, in native byte order."""
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise WrongFileError(
+                f"array {name!r} of dtype {stored.dtype} given, one of {_ACCEPTED} wanted"
+            )
+        try:
+            return np.require(self._file.get_tensor(name), requirements=["C", "W"])
+        except ValueError as error:
+            raise WrongFileError(
+                f"damaged: NumPy holds no array {name!r} of shape {stored.shape}"
+            ) from error
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, StoredArray], dict[str, str]]:
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        raise WrongFileError("not a regular file")
-    length = int.from_bytes(file.read(8), "little")
-    if status.st_size < 8 or length > min(status.st_size - 8, LARGEST_HEADER):
-        raise WrongFileError("truncated, or not a safetensors file")
-    entries = _parse_json(file.read(length))
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise WrongFileError("not a safetensors file: its metadata is not text")
-    arrays = {}
-    ranges = []
-    for name, entry in entries.items():
-        dtype, shape, begin, end = _parse_entry(name, entry)
-        arrays[name] = StoredArray(dtype, shape, 8 + length + begin)
-        ranges.append((begin, end))
-    end_so_far = 0
-    for begin, end in sorted(ranges):
-        if begin != end_so_far:
-            raise WrongFileError("damaged: its arrays overlap or leave gaps")
-        end_so_far = end
-    if 8 + length + end_so_far != status.st_size:
-        raise WrongFileError(
-            f"truncated or damaged: {status.st_size} bytes given, "
-            f"{8 + length + end_so_far} wanted by its header"
-        )
-    return arrays, metadata
+def _laid_out(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array in native byte order and C order.
+
+    safetensors 0.8 writes any other array in the order of its memory, which scrambles it.
+    """
+    native = array.dtype.newbyteorder("=")
+    if native not in DTYPES.values():
+        raise TypeError(f"{name} of dtype {native.name} given, one of {_ACCEPTED} wanted")
+    return np.asarray(array, native, order="C")
 
 
-def _parse_json(text: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        raise WrongFileError("not a safetensors file: its header is not JSON") from None
-    if not isinstance(parsed, dict):
-        raise WrongFileError("not a safetensors file: its header is not a JSON object")
-    return parsed
-
-
-def _parse_entry(name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
-    """Return dtype, shape and byte range of an array after checking them against each other."""
-    try:
-        dtype = DTYPES[entry["dtype"]]
-        shape = tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        numbers = (*shape, begin, end)
-    except (KeyError, TypeError, ValueError):
-        raise WrongFileError(
-            f"not a safetensors file: its entry {name!r} is not an array"
-        ) from None
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise WrongFileError(f"damaged: sizes of array {name!r} are not whole numbers")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise WrongFileError(
-            f"damaged: array {name!r} has {end - begin} bytes, "
-            f"{math.prod(shape) * dtype.itemsize} wanted for its shape"
-        )
-    return dtype, shape, begin, end
+def _reason(error: Exception) -> str:
+    """Shorten "Error while serializing: I/O error: No space left on device (os error 28)"."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^Error while (de)?serializing( header)?: ", "", text)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from twell_numba import formats
 from twell_numba.errors import TwellError
+from twell_numba.formats.tensor_file import open_tensor_file
 from twell_numba.models.checkpoint import WEIGHTS_NAME, load_config, resolve_checkpoint
 from twell_numba.models.transformer import Transformer
 
@@ -119,30 +119,23 @@ def row_length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _tensor_headers(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise TwellError(f"{path} is missing: a checkpoint's weights wanted, check the path")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            headers = [
-                {"name": name, "shape": part.get_shape(), "dtype": part.get_dtype()}
-                for name, part in slices.items()
-            ]
-    except (SafetensorError, OSError) as error:
-        raise TwellError(
-            f"{path} cannot be read as safetensors ({error}); it may be truncated, save it again"
-        ) from error
-    for header in headers:
-        header["bytes"] = math.prod(header["shape"]) * _bytes_of_dtype(header["dtype"])
-    return headers
+    with open_tensor_file(path) as file:
+        return [
+            {
+                "name": name,
+                "shape": list(stored.shape),
+                "dtype": stored.dtype,
+                "bytes": math.prod(stored.shape) * _bits_of_dtype(stored.dtype) // 8,
+            }
+            for name, stored in file.tensors.items()
+        ]
 
 
-def _bytes_of_dtype(name: str) -> int:
-    """Return an element's size from safetensors' name of its dtype: ``F32``, ``BF16``, ``I64``."""
+def _bits_of_dtype(name: str) -> int:
+    """Return an element's size from safetensors' name of its dtype: ``F32``, ``BF16``, ``F4``."""
     if name == "BOOL":
-        return 1
-    digits = name.partition("_")[0].lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    return int(digits) // 8
+        return 8
+    return int(name.partition("_")[0].lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
 
 
 def _training_step(path: Path) -> int | None:

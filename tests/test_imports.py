@@ -33,7 +33,12 @@ MAY_IMPORT = {
 MAY_IMPORT_AT_CALL_TIME = {"formats": {"device", "kernels"}}
 COMPILERS = {"numba", "llvmlite"}
 GPU_PACKAGES = {"cuda", "numba_cuda", "cupy", "nvmath", "cudnn"}
-ONLY_IN = {"click": {"cli"}, "rich": {"cli", "train"}, "threadpoolctl": {"device"}}
+ONLY_IN = {
+    "click": {"cli"},
+    "rich": {"cli", "train"},
+    "safetensors": {"formats"},
+    "threadpoolctl": {"device"},
+}
 
 FILES = [
     pytest.param(part, path, id=path.relative_to(REPOSITORY).as_posix())
@@ -99,7 +104,12 @@ def test_packages_are_imported_where_they_belong(part: str, path: Path) -> None:
 def test_every_source_file_belongs_to_a_part() -> None:
     files = {path for folder in FOLDERS.values() for path in folder.rglob("*.py")}
     elsewhere = set((REPOSITORY / "twell_numba").rglob("*.py")) - files
-    assert {path.name for path in elsewhere} == {"__init__.py", "errors.py"}
+    assert {path.name for path in elsewhere} == {
+        "__init__.py",
+        "atomic.py",
+        "errors.py",
+        "strict_json.py",
+    }
 
 
 def test_every_folder_of_code_is_a_listed_package() -> None:

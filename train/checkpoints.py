@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from twell_numba.errors import TwellError
+from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.checkpoint import load_model, save_model
-from twell_numba.models.tensor_files import read_tensors, write_tensors
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.corpus import TokenCorpus

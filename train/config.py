@@ -92,6 +92,10 @@ class TrainConfig:
         """Tokens behind one optimizer step, M_total."""
         return self.gradient_accumulation * self.batch_size * self.context_length
 
+    def filled_in(self) -> "TrainConfig":
+        """Return the same settings, with a number for each that follows another one."""
+        return dataclasses.replace(self, n_kv_heads=self.n_kv_heads or self.n_heads)
+
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Return the model these settings describe, for a tokenizer of ``vocab_size`` ids."""
         return ModelConfig(
@@ -100,7 +104,7 @@ class TrainConfig:
             d_ffn=self.d_ffn,
             n_layers=self.n_layers,
             n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads or self.n_heads,
+            n_kv_heads=self.filled_in().n_kv_heads,
             context_length=self.context_length,
             rope_base=self.rope_base,
             norm_eps=self.norm_eps,
@@ -269,6 +273,7 @@ def require_resumable(recorded: TrainConfig, config: TrainConfig) -> None:
     ------
     UsageError
     """
+    recorded, config = recorded.filled_in(), config.filled_in()
     for name in _FIELDS:
         before, now = getattr(recorded, name), getattr(config, name)
         if now != before and name not in _RESUMABLE:

@@ -1,4 +1,9 @@
-"""Ctrl-C: once to finish the step and save, twice to stop at once."""
+"""Being asked to stop: finish the step, save, and say how to go on.
+
+Ctrl-C (SIGINT) and SIGTERM, which batch systems and ``kill`` send, do the same; the exit code is
+that of a program ended by the signal, 130 or 143. A second Ctrl-C stops at once. A second SIGTERM
+does not: some senders, such as ``timeout``, send it twice.
+"""
 
 import os
 import signal
@@ -8,41 +13,57 @@ from typing import Any
 
 from twell_numba.errors import TwellError
 
-_NOTICE = b"\nfinishing this step, then saving; Ctrl-C again stops at once\n"
+_NOTICES: dict[int, bytes] = {
+    signal.SIGINT: b"\nfinishing this step, then saving; Ctrl-C again stops at once\n",
+    signal.SIGTERM: b"\nasked to terminate: finishing this step, then saving\n",
+}
 
 
 class Interrupted(TwellError):
-    """Training was stopped by Ctrl-C, and saved; the message holds the command to go on with."""
+    """Training was stopped by a signal, and saved; the message holds the command to go on with."""
 
-    exit_code = 130
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 class InterruptFlag:
-    """In its ``with`` block, a first Ctrl-C sets ``is_set``; a second raises KeyboardInterrupt.
+    """In its ``with`` block, notes a first Ctrl-C or SIGTERM instead of being ended by it.
 
-    Signals belong to the main thread; in another one, nothing is changed.
+    A Ctrl-C after that raises KeyboardInterrupt. Signals belong to the main thread; in another one,
+    nothing is changed.
+
+    Attributes
+    ----------
+    signal_number : int or None
+        The first signal that came.
     """
 
     def __init__(self) -> None:
-        self.is_set = False
-        self._previous: Any = None
-        self._installed = False
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal_number is not None
 
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
+            for number in _NOTICES:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._installed:
+        for number, handler in self._previous.items():
             # None stands for a handler that was not installed from Python and cannot be put back.
-            signal.signal(signal.SIGINT, self._previous or signal.SIG_DFL)
-            self._installed = False
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
-        if self.is_set:
+        if not self.is_set:
+            self.signal_number = signal_number
+            # Not print: the signal may have come in the middle of another write to that stream.
+            os.write(2, _NOTICES[signal_number])
+        elif signal_number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.is_set = True
-        # Not print: the signal may have come in the middle of another write to that stream.
-        os.write(2, _NOTICE)

@@ -68,9 +68,10 @@ def train(
     Raises
     ------
     TwellError
-        If the data, the settings or the folder cannot be used, or a number is no longer finite.
+        If the data, the settings or the folder cannot be used, another process is training the run,
+        or a number is no longer finite.
     Interrupted
-        After a Ctrl-C, once the step is finished and saved.
+        After a Ctrl-C or SIGTERM, once the step is finished and saved.
     """
     run = RunFolder(run_folder)
     if resume:
@@ -83,7 +84,7 @@ def train(
         run.refuse_existing()
     config.validate()
     # Absolute, so that the run can be resumed from another directory.
-    config = dataclasses.replace(config, data=absolute_source(config.data))
+    config = dataclasses.replace(config.filled_in(), data=absolute_source(config.data))
     with single_threaded_blas(), _overflow_unannounced(), report or reporter_for() as reporter:
         return _Run(config, run, reporter).execute(resume)
 
@@ -104,20 +105,30 @@ class _Run:
         self.unlogged_seconds = 0.0
 
     def execute(self, resume: bool) -> dict[str, Any]:
-        if resume:
-            self._load()
-        else:
-            self._begin()
+        return self._resume() if resume else self._start()
+
+    def _start(self) -> dict[str, Any]:
+        self._begin()
         self._compile()
         with InterruptFlag() as interrupt:
-            if resume:
+            # Only now, so that a run that cannot start leaves no folder.
+            self.run.create(self.config)
+            with self.run.lock():
+                return self._train(interrupt)
+
+    def _resume(self) -> dict[str, Any]:
+        with self.run.lock():
+            self._load()
+            self._compile()
+            with InterruptFlag() as interrupt:
                 self._reopen_folder()
-            else:
-                self.run.create(self.config)
-            try:
-                evaluation = self._take_steps(interrupt)
-            except Diverged as error:
-                raise self._with_advice(error) from None
+                return self._train(interrupt)
+
+    def _train(self, interrupt: InterruptFlag) -> dict[str, Any]:
+        try:
+            evaluation = self._take_steps(interrupt)
+        except Diverged as error:
+            raise self._with_advice(error) from None
         return self._finish(evaluation)
 
     def _begin(self) -> None:
@@ -207,10 +218,11 @@ class _Run:
                 self._sample()
             if is_last or interrupt.is_set or _is_due(step, self.config.checkpoint_interval):
                 self._save()
-            if interrupt.is_set and not is_last:
+            if interrupt.signal_number is not None and not is_last:
                 raise Interrupted(
                     f"stopped after step {step} of {self.config.steps} and saved; go on with: "
-                    f"twell train --resume {shlex.quote(str(self.run.path))}"
+                    f"twell train --resume {shlex.quote(str(self.run.path))}",
+                    interrupt.signal_number,
                 )
         assert evaluation is not None
         return evaluation
@@ -314,7 +326,6 @@ class _Run:
             "seed": self.config.seed,
         }
         self.run.write_summary(summary)
-        self.reporter.finish(self.config, summary, self.run.path)
         return summary
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.atomic import write_file_atomically
 from twell_numba.models.tokenizer import TextTokenizer, load_tokenizer
 from twell_numba.train.corpus import TokenCorpus, load_text, token_dtype, tokenize
 from twell_numba.train.tokenizer import make_tokenizer

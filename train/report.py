@@ -1,14 +1,21 @@
-"""What a training run shows while it runs: on stderr, live on a terminal, plain lines otherwise."""
+"""What a training run shows: live on a terminal, plain lines otherwise.
+
+A reporter shows on stderr what happens while the run goes on. The figures that it ends with are its
+result, for stdout: :func:`print_summary`.
+"""
 
 import dataclasses
+import os
 import shlex
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from twell_numba.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PLAIN_LINE_SECONDS = 5.0
 
@@ -43,9 +50,6 @@ class Reporter:
     def note(self, text: str) -> None:
         """Show one line."""
 
-    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
-        """Show the finished run's figures, where it is, and what to do next."""
-
 
 class PlainReporter(Reporter):
     """Writes plain lines, not more than one every few seconds while steps go by."""
@@ -57,8 +61,8 @@ class PlainReporter(Reporter):
 
     def start(self, config: TrainConfig, facts: Mapping[str, str]) -> None:
         self._steps = config.steps
-        for title, text in settings_table(config, facts):
-            self._print(f"{title:<10}  {text}")
+        for line in _plain_table(settings_table(config, facts)):
+            self._print(line)
 
     def compiling(self) -> None:
         self._print("compiling kernels ...")
@@ -80,14 +84,6 @@ class PlainReporter(Reporter):
 
     def note(self, text: str) -> None:
         self._print(text)
-
-    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
-        self._print("")
-        for title, value in summary_table(summary):
-            self._print(f"{title:<28}  {value}")
-        self._print("")
-        for line in closing_lines(config, run):
-            self._print(line)
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
@@ -122,7 +118,7 @@ class LiveReporter(Reporter):
 
     def start(self, config: TrainConfig, facts: Mapping[str, str]) -> None:
         self._steps = config.steps
-        self._print_table("twell train", settings_table(config, facts))
+        self._console.print(_rich_table("twell train", settings_table(config, facts)))
 
     def compiling(self) -> None:
         self._live.update(self._text("compiling kernels ...", style="dim"))
@@ -155,28 +151,24 @@ class LiveReporter(Reporter):
     def note(self, text: str) -> None:
         self._console.print(self._text(text))
 
-    def finish(self, config: TrainConfig, summary: Mapping[str, Any], run: Path) -> None:
-        self._live.stop()
-        self._print_table("summary", summary_table(summary))
-        for line in closing_lines(config, run):
-            # Not wrapped, so that the command can be copied as it is.
-            self._console.print(self._text(line), soft_wrap=True)
-
-    def _print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        from rich.table import Table
-
-        table = Table(title=title, show_header=False, title_justify="left")
-        table.add_column(style="bold")
-        table.add_column()
-        for name, value in rows:
-            table.add_row(self._text(name), self._text(value))
-        self._console.print(table)
-
 
 def reporter_for(stream: TextIO | None = None) -> Reporter:
     """Return a live reporter if the stream (stderr) is a terminal, a plain one otherwise."""
     stream = stream or sys.stderr
     return LiveReporter(stream) if stream.isatty() else PlainReporter(stream)
+
+
+def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
+    """Print a finished run's figures to a stream, stdout if none is given."""
+    stream = stream or sys.stdout
+    rows = summary_table(summary)
+    if stream.isatty():
+        from rich.console import Console
+
+        Console(file=stream, highlight=False).print(_rich_table("summary", rows))
+    else:
+        for line in _plain_table(rows):
+            print(line, file=stream)
 
 
 def settings_table(config: TrainConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -259,7 +251,24 @@ def summary_table(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def closing_lines(config: TrainConfig, run: Path) -> list[str]:
+def _plain_table(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(title) for title, _ in rows)
+    return [f"{title:<{width}}  {text}" for title, text in rows]
+
+
+def _rich_table(title: str, rows: list[tuple[str, str]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def closing_lines(config: TrainConfig, run: str | os.PathLike[str]) -> list[str]:
     """Say where the run is and what to try next."""
     prompt = config.sample_prompt.replace("\\", "\\\\").replace('"', '\\"')
     shown = f'"{prompt}"' if prompt.isprintable() and "$" not in prompt else '"def "'

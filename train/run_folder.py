@@ -6,24 +6,26 @@
 ``samples/step-N.txt``       text written by the model after step N
 ``checkpoints/step-N/``      the model as other tools open it, and what resuming needs
 ``summary.json``             the finished run's figures
+``.lock``                    empty; locked by the process that is training
 ===========================  =================================================================
 """
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from twell_numba.atomic import write_file_atomically, write_folder_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.atomic import write_file_atomically, write_folder_atomically
 from twell_numba.models.checkpoint import checkpoint_steps
+from twell_numba.strict_json import to_json
 from twell_numba.train.config import TrainConfig, from_settings, read_toml
+from twell_numba.train.run_lock import locked
 
 # What a write that was killed leaves behind.
 _LEFTOVER_NAME = re.compile(r"\.[0-9a-f]+\.step-\d+")
@@ -45,6 +47,7 @@ class RunFolder:
         self.summary_path = self.path / "summary.json"
         self.samples_path = self.path / "samples"
         self.checkpoints_path = self.path / "checkpoints"
+        self.lock_path = self.path / ".lock"
 
     def refuse_existing(self) -> None:
         """Refuse a path at which there is anything but an empty folder.
@@ -96,6 +99,20 @@ class RunFolder:
                 f"give one that 'twell train' made"
             )
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from training this run, in a ``with`` block.
+
+        Raises
+        ------
+        TwellError
+            If one is doing so already, or the folder cannot be written.
+        """
+        with ExitStack() as held:
+            with _named_errors(self.path):
+                held.enter_context(locked(self.lock_path))
+            yield
+
     def write_config(self, config: TrainConfig) -> None:
         """Write ``config.toml``."""
         with write_file_atomically(self.config_path) as temporary:
@@ -118,7 +135,7 @@ class RunFolder:
             _named_errors(self.metrics_path),
             self.metrics_path.open("a", encoding="utf-8") as file,
         ):
-            file.write(json.dumps(row) + "\n")
+            file.write(to_json(row) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all whole lines of ``metrics.jsonl``; a last line that was cut off is left out."""
@@ -138,7 +155,7 @@ class RunFolder:
         """Drop the lines of later steps, which a resumed run will write again."""
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         with write_file_atomically(self.metrics_path) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            temporary.write_text("".join(to_json(row) + "\n" for row in rows), encoding="utf-8")
 
     def write_sample(self, step: int, text: str) -> None:
         """Write ``samples/step-N.txt``."""
@@ -149,9 +166,8 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``; an infinite perplexity becomes null, as JSON has no infinity."""
-        summary = {key: None if value == math.inf else value for key, value in summary.items()}
         with write_file_atomically(self.summary_path) as temporary:
-            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
 
     def checkpoint_path(self, step: int) -> Path:
         """Return where the checkpoint of a step is or will be."""

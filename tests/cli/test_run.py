@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from twell_numba.cli import twell
 from twell_numba.formats import HybridELLMatrix
-from twell_numba.models.checkpoint import load_model
+from twell_numba.models.checkpoint import load_model, save_model
 
 SETTINGS = {
     "steps": 4,
@@ -26,10 +27,8 @@ SETTINGS = {
     "sample_interval": 0,
     "checkpoint_interval": 2,
 }
-REPORTED = {
-    "loss",
-    "perplexity",
-    "bits_per_byte",
+LOSSES = {"loss", "perplexity", "bits_per_byte"}
+REPORTED = LOSSES | {
     "ffn_activation_sparsity",
     "nonzeros_per_token",
     "dead_neuron_fraction",
@@ -83,6 +82,34 @@ def test_training_prints_its_summary_and_nothing_else_to_stdout(
     assert printed.keys() > REPORTED
     assert printed["steps"] == 4
     assert "compiling" in result.stderr
+    assert f"the run is in {run}" in result.stderr
+
+
+def test_the_summary_goes_to_stdout_and_all_else_to_stderr(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = invoke("train", *settings_options(), "--data", text, "--out", run)
+    assert result.exit_code == 0, result.output
+    titles = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert titles[:3] == ["validation loss", "perplexity", "bits per byte"]
+    assert titles[-1] == "seed"
+    assert "n_heads=2 n_kv_heads=2" in result.stderr
+    assert "n_kv_heads = 2 " in (run / "config.toml").read_text()
+    assert result.stderr.splitlines()[-1] == f"  twell eval {run}"
+
+
+def test_a_perplexity_that_overflows_is_null_in_json(run: Path, text: Path, tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in JSON")
+
+    model, tokenizer = load_model(run)
+    table = model.parameters()["model.embed_tokens.weight"].value
+    for value, expected in ((table * 1e6, {"perplexity"}), (table * np.nan, LOSSES)):
+        model.parameters()["model.embed_tokens.weight"].value[:] = value
+        save_model(tmp_path / "model", model, tokenizer)
+        result = invoke("eval", tmp_path / "model", "--data", text, "--windows", 2, "--json")
+        assert result.exit_code == 0, result.output
+        printed = json.loads(result.stdout, parse_constant=refuse)
+        assert {key for key, value in printed.items() if value is None} == expected
 
 
 def test_options_win_over_set_and_set_over_the_file(text: Path, tmp_path: Path) -> None:
@@ -92,7 +119,8 @@ def test_options_win_over_set_and_set_over_the_file(text: Path, tmp_path: Path) 
     run = tmp_path / "run"
     result = invoke(*arguments, "--seed", 3, "--steps", 1, "--data", text, "--out", run, "--quiet")
     assert result.exit_code == 0
-    assert result.output == ""
+    assert result.stderr == ""
+    assert result.stdout.startswith("validation loss ")
     written = (run / "config.toml").read_text()
     assert "seed = 3 " in written
     assert "steps = 1 " in written

@@ -1,6 +1,4 @@
 import json
-import os
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,6 @@ from twell_numba.models.checkpoint import (
     save_model,
 )
 from twell_numba.models.config import ModelConfig
-from twell_numba.models.tensor_files import read_tensors, write_tensors
 from twell_numba.models.tokenizer import ByteTokenizer
 from twell_numba.models.transformer import Transformer
 
@@ -251,39 +248,6 @@ def test_tensors_that_do_not_fit(
     saved(tmp_path)
     edit_tensors(tmp_path, edit)
     refused(tmp_path, message)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6.0).reshape(2, 3).T,
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(6.0)[::-2],
-        np.arange(6, dtype=">f4"),
-        np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 3).T,
-        np.zeros((0, 3), np.float32),
-    ],
-    ids=["transposed", "fortran", "reversed", "big-endian", "bfloat16", "empty"],
-)
-def test_any_memory_layout_comes_back(tmp_path: Path, array: np.ndarray) -> None:
-    write_tensors(tmp_path / "x.safetensors", {"x": array})
-    read = read_tensors(tmp_path / "x.safetensors")["x"]
-    assert read.shape == array.shape
-    assert read.tolist() == array.tolist()
-
-
-def test_full_disk_keeps_the_previous_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_tensors(path, {"x": np.ones(3)})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(TwellError, match=r"cannot write .*x.safetensors: .*File too large"):
-            write_tensors(path, {"x": np.ones(10_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.listdir(tmp_path) == ["x.safetensors"]
-    assert read_tensors(path)["x"].tolist() == [1, 1, 1]
 
 
 def test_newest_checkpoint_is_found(tmp_path: Path) -> None:

@@ -183,5 +183,7 @@ def test_text_that_is_not_unicode_is_refused():
 def test_resuming_may_change_reports_and_steps_only():
     config = resolve("tiny")
     require_resumable(config, with_overrides(config, ["steps=2000", "eval_interval=7"]))
+    require_resumable(config.filled_in(), config)
+    require_resumable(config, config.filled_in())
     with pytest.raises(UsageError, match="learning_rate=0.1 given to resume"):
         require_resumable(config, with_overrides(config, ["learning_rate=0.1"]))

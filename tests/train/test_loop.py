@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.tensor_files import read_tensors
+from twell_numba.formats.tensor_file import read_tensors
 from twell_numba.models.transformer import Transformer
 from twell_numba.train import Interrupted, TrainConfig, train
 from twell_numba.train import checkpoints as checkpoints_module
@@ -90,17 +90,18 @@ def config(text_file):
 
 
 class InterruptingReporter(Reporter):
-    """Presses Ctrl-C, or dies, when a step is done."""
+    """Sends a signal (Ctrl-C's), or dies, when a step is done."""
 
-    def __init__(self, step, error=None):
+    def __init__(self, step, error=None, signal_number=signal.SIGINT):
         self._step = step
         self._error = error
+        self._signal = signal_number
 
     def step(self, step, seconds_left):
         if step == self._step:
             if self._error is not None:
                 raise self._error
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self._signal)
 
 
 def quiet_train(config, run, resume=False, report=None):
@@ -163,7 +164,7 @@ def test_a_run_writes_what_it_promises(tmp_path, config, capsys):
         "step-6.txt",
     ]
     assert (folder.samples_path / "step-6.txt").read_text().startswith("def ")
-    assert folder.read_config() == config
+    assert folder.read_config() == config.filled_in()
 
 
 def test_the_same_seed_gives_the_same_run_and_another_a_different_one(tmp_path, config):
@@ -191,10 +192,14 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, config, ov
     quiet_train(config, tmp_path / "whole")
 
     run = tmp_path / "interrupted"
-    with pytest.raises(Interrupted, match=r"step 3 of 12 and saved.*twell train --resume"):
+    with pytest.raises(
+        Interrupted, match=r"step 3 of 12 and saved.*twell train --resume"
+    ) as caught:
         quiet_train(config, run, report=InterruptingReporter(3))
-    with pytest.raises(Interrupted):
-        quiet_train(None, run, resume=True, report=InterruptingReporter(4))
+    assert caught.value.exit_code == 130
+    with pytest.raises(Interrupted) as caught:
+        quiet_train(None, run, True, InterruptingReporter(4, signal_number=signal.SIGTERM))
+    assert caught.value.exit_code == 143
     with pytest.raises(RuntimeError, match="power failure"):
         quiet_train(None, run, True, InterruptingReporter(7, RuntimeError("power failure")))
     assert RunFolder(run).latest_checkpoint()[0] == 4
@@ -226,7 +231,7 @@ def test_a_finished_run_goes_on_only_with_more_steps(tmp_path, config):
     longer = with_overrides(config, ["steps=14"])
     assert quiet_train(longer, run, resume=True)["steps"] == 14
     assert [row["step"] for row in RunFolder(run).read_metrics()][-3:] == [10, 12, 14]
-    assert RunFolder(run).read_config() == longer
+    assert RunFolder(run).read_config() == longer.filled_in()
 
 
 def test_a_run_is_resumed_only_with_its_own_settings_and_data(tmp_path, config, text_file):
@@ -555,18 +560,46 @@ def test_compiling_changes_no_weight_and_no_path(config):
         np.testing.assert_array_equal(parameter.value, before[name])
 
 
-def test_a_second_interrupt_stops_at_once_and_the_handler_is_put_back():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(first):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
-    def press_twice():
+    def send_two():
         with InterruptFlag() as interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert interrupt.is_set
+            os.kill(os.getpid(), first)
+            assert interrupt.signal_number == first
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        press_twice()
-    assert signal.getsignal(signal.SIGINT) == before
+        send_two()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_sigterm_that_is_sent_twice_is_still_a_request(first):
+    with InterruptFlag() as interrupt:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signal_number == first
+
+
+def test_a_run_that_is_being_trained_cannot_be_resumed(tmp_path, config):
+    run = tmp_path / "run"
+    refused = []
+
+    class Rival(Reporter):
+        def step(self, step, seconds_left):
+            if step == 5:
+                before = sorted(path.name for path in run.rglob("*"))
+                with pytest.raises(TwellError, match="run is being trained by another process"):
+                    quiet_train(None, run, resume=True)
+                assert sorted(path.name for path in run.rglob("*")) == before
+                refused.append(step)
+
+    quiet_train(config, run, report=Rival())
+    assert refused == [5]
+    quiet_train(config, tmp_path / "alone")
+    assert outcome(run) == outcome(tmp_path / "alone")
 
 
 INTERRUPTED_PROGRAM = """
@@ -583,8 +616,11 @@ except TwellError as error:
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
+@pytest.mark.parametrize(
+    ("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, signal_number, exit_code):
     run = tmp_path / "my run"
     arguments = [sys.executable, "-c", INTERRUPTED_PROGRAM, str(text_file), str(run)]
     with subprocess.Popen(
@@ -592,10 +628,10 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
     ) as process:
         for line in process.stderr:
             if line.startswith("step"):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal_number)
                 break
         output, notes = process.communicate(timeout=60)
-    assert process.returncode == 130, notes
+    assert process.returncode == exit_code, notes
     assert "finishing this step" in notes
     assert f"go on with: twell train --resume '{run}'" in output
     assert len(RunFolder(run).checkpoint_steps()) == 1

@@ -1,6 +1,7 @@
 """What a run shows on the way."""
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from twell_numba.train.report import (
     PlainReporter,
     closing_lines,
     duration_text,
+    print_summary,
     reporter_for,
 )
 
@@ -61,7 +63,6 @@ def show_a_run(reporter):
         reporter.metrics(ROW, 62.0)
         reporter.sample(5, "x[0] = [/nonsense] \ufffd")
         reporter.note("a note")
-        reporter.finish(config, SUMMARY, Path("runs/tiny-1"))
 
 
 @pytest.mark.parametrize("kind", [PlainReporter, LiveReporter])
@@ -87,12 +88,33 @@ def test_everything_is_shown(kind, monkeypatch):
         "1m02s left",
         "x[0] = [/nonsense]",
         "a note",
-        "3.7500",
-        "2m05s",
-        "the run is in runs/tiny-1",
-        'twell generate runs/tiny-1 --prompt "def "',
     ):
         assert part in shown, part
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_the_summary_is_a_table_on_a_terminal_and_plain_lines_elsewhere(kind, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = kind()
+    print_summary(SUMMARY, stream)
+    lines = stream.getvalue().splitlines()
+    if kind is Terminal:
+        assert lines[0].strip() != "validation loss"
+        assert any(
+            "bits per byte" in line and "\N{BOX DRAWINGS LIGHT VERTICAL}" in line for line in lines
+        )
+    else:
+        assert lines[0] == "validation loss             2.6000 nats a token"
+        assert len(lines) == 13
+    for part in ("3.7500", "10.0 20.0", "97.00%", "2m05s"):
+        assert part in stream.getvalue(), part
+
+
+def test_the_summary_goes_to_stdout_and_an_infinite_perplexity_is_shown(capsys):
+    print_summary({**SUMMARY, "perplexity": math.inf})
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "perplexity                  inf\n" in shown.out
 
 
 def test_plain_lines_are_few_but_validations_are_never_left_out():

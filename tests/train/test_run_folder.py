@@ -2,11 +2,15 @@
 
 import errno
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from twell_numba.errors import TwellError
+from twell_numba.train import run_lock
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.run_folder import RunFolder, next_run_path
 
@@ -134,3 +138,53 @@ def test_run_paths_are_numbered(tmp_path):
     for name in ("tiny-1", "tiny-9", "tiny-10", "tiny-x", "small-30"):
         (parent / name).mkdir(parents=True)
     assert next_run_path("tiny", parent) == parent / "tiny-11"
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_files(run):
+    run.write_summary({"loss": math.nan, "perplexity": math.inf, "steps": 3})
+    assert json.loads(run.summary_path.read_text()) == {
+        "loss": None,
+        "perplexity": None,
+        "steps": 3,
+    }
+    run.append_metrics({"step": 1, "l1_loss": math.inf})
+    assert run.read_metrics() == [{"step": 1, "l1_loss": None}]
+    assert "Infinity" not in run.metrics_path.read_text()
+
+
+def test_a_run_that_is_being_trained_is_refused(run):
+    def train_too():
+        with RunFolder(run.path).lock():
+            pass
+
+    with run.lock(), pytest.raises(TwellError, match="run is being trained by another process"):
+        train_too()
+    train_too()
+
+
+def test_a_process_that_is_killed_gives_its_lock_back(run):
+    program = (
+        "import sys, time\n"
+        "from twell_numba.train.run_folder import RunFolder\n"
+        "with RunFolder(sys.argv[1]).lock():\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, run.path], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline().strip() == b"locked"
+        with pytest.raises(TwellError, match="being trained"), run.lock():
+            pass
+        process.kill()
+    with run.lock():
+        pass
+
+
+def test_a_file_system_without_locks_is_worked_on_without_one(run, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock, "_lock", refuse)
+    with run.lock():
+        pass

@@ -34,7 +34,10 @@ twell = LazyGroup("twell", COMMANDS, package="twell_numba.cli", help=HELP)
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    """Run the command line and exit.
+
+    Codes: 0 done, 1 failed, 2 wrong use, 130 interrupted by Ctrl-C, 143 training ended by SIGTERM.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A model may write characters that a terminal's encoding lacks.

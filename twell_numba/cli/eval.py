@@ -1,6 +1,5 @@
 """``twell eval``: how good and how sparse a model is."""
 
-import json
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from twell_numba.cli.options import (
     json_option,
 )
 from twell_numba.cli.text import print_table
+from twell_numba.strict_json import to_json
 
 
 @click.command("eval")
@@ -54,7 +54,7 @@ def evaluate(
     )
     result = evaluate_model(model, tokens, tokenizer)
     if as_json:
-        click.echo(json.dumps(result, indent=2))
+        click.echo(to_json(result, indent=2))
     else:
         _print_result(dict(result), weight_sparsity_by_layer(model), model.config.d_ffn)
 

@@ -6,6 +6,7 @@ import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
 from twell_numba.errors import UsageError
+from twell_numba.strict_json import to_json
 
 
 @click.command("train")
@@ -78,7 +79,7 @@ def train(
         folder = out or str(next_run_path(config.preset))
         RunFolder(folder).refuse_existing()  # before the seconds that loading Numba takes
     from twell_numba.train.loop import train as run_training
-    from twell_numba.train.report import Reporter
+    from twell_numba.train.report import Reporter, closing_lines, print_summary
 
     summary = run_training(
         config,
@@ -87,7 +88,12 @@ def train(
         report=Reporter() if quiet else None,
     )
     if as_json:
-        click.echo(json.dumps({"run": folder, **summary}, indent=2))
+        click.echo(to_json({"run": folder, **summary}, indent=2))
+    else:
+        print_summary(summary)
+    if not quiet:
+        for line in closing_lines(config, folder):
+            click.echo(line, err=True)
 
 
 def _override(key: str, value: str | int) -> str:

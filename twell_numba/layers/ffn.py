@@ -7,7 +7,7 @@ with those; ``auto`` takes whichever was faster at the density of the layer's la
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -64,12 +64,12 @@ class _LastCall(NamedTuple):
 
 
 class FeedForward:
-    """What the gated and the two-matrix layer share: the weights' shapes, the path, the statistics.
+    """What the gated and the two-matrix layer share: all but their weights and their formula.
 
     Parameters
     ----------
     parameters : list of Parameter
-        The weights, each of the same shape (F, D).
+        The weights in the order the kernels take them, each of the same shape (F, D).
     path : {"auto", "dense", "twell"}
 
     Raises
@@ -77,6 +77,9 @@ class FeedForward:
     ValueError
         If the weights are not of one shape (F, D), or the path is not known.
     """
+
+    operation: ClassVar[str]
+    """Name of the operation: ``{operation}_forward`` and ``_backward`` in each kernel family."""
 
     def __init__(self, parameters: list[Parameter], path: str) -> None:
         shape = parameters[0].value.shape
@@ -142,6 +145,26 @@ class FeedForward:
         self._last = None
         self._density = density
 
+    def __call__(
+        self, x: np.ndarray, l1_scale: float = 0.0
+    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """Return Y (M, D) for X (M, D), and the backward pass.
+
+        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
+        """
+        path = self._choose_path()
+        forward = getattr(_FAMILIES[path], f"{self.operation}_forward")
+        backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
+        weights = [parameter.read_only for parameter in self._parameters]
+        y, activations = forward(x, *weights)
+        self._last = _LastCall(path, activations)
+
+        def backprop(dy: np.ndarray) -> np.ndarray:
+            gradients = [parameter.grad_buffer() for parameter in self._parameters]
+            return backward(dy, x, *weights, activations, l1_scale, *gradients)
+
+        return y, backprop
+
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here."""
         return self._parameters
@@ -165,6 +188,8 @@ class GatedFFN(FeedForward):
     path : {"auto", "dense", "twell"}
     """
 
+    operation = "gated_ffn"
+
     def __init__(
         self, prefix: str, gate: np.ndarray, up: np.ndarray, down: np.ndarray, path: str = "auto"
     ) -> None:
@@ -172,25 +197,6 @@ class GatedFFN(FeedForward):
         self.up = Parameter(f"{prefix}.up_proj.weight", up)
         self.down = Parameter(f"{prefix}.down_proj.weight", down)
         super().__init__([self.gate, self.up, self.down], path)
-
-    def __call__(
-        self, x: np.ndarray, l1_scale: float = 0.0
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Return Y (M, D) for X (M, D), and the backward pass.
-
-        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
-        """
-        path = self._choose_path()
-        family = _FAMILIES[path]
-        weights = (self.gate.read_only, self.up.read_only, self.down.read_only)
-        y, activations = family.gated_ffn_forward(x, *weights)
-        self._last = _LastCall(path, activations)
-
-        def backprop(dy: np.ndarray) -> np.ndarray:
-            gradients = [parameter.grad_buffer() for parameter in self._parameters]
-            return family.gated_ffn_backward(dy, x, *weights, activations, l1_scale, *gradients)
-
-        return y, backprop
 
 
 class TwoMatrixFFN(FeedForward):
@@ -205,26 +211,9 @@ class TwoMatrixFFN(FeedForward):
     path : {"auto", "dense", "twell"}
     """
 
+    operation = "ffn"
+
     def __init__(self, prefix: str, up: np.ndarray, down: np.ndarray, path: str = "auto") -> None:
         self.up = Parameter(f"{prefix}.up_proj.weight", up)
         self.down = Parameter(f"{prefix}.down_proj.weight", down)
         super().__init__([self.up, self.down], path)
-
-    def __call__(
-        self, x: np.ndarray, l1_scale: float = 0.0
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Return Y (M, D) for X (M, D), and the backward pass.
-
-        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
-        """
-        path = self._choose_path()
-        family = _FAMILIES[path]
-        weights = (self.up.read_only, self.down.read_only)
-        y, activations = family.ffn_forward(x, *weights)
-        self._last = _LastCall(path, activations)
-
-        def backprop(dy: np.ndarray) -> np.ndarray:
-            gradients = [parameter.grad_buffer() for parameter in self._parameters]
-            return family.ffn_backward(dy, x, *weights, activations, l1_scale, *gradients)
-
-        return y, backprop

@@ -6,7 +6,6 @@
 ``models.cache``        ``KVCache``
 ``models.checkpoint``   ``save_model``, ``load_model``, ``resolve_checkpoint``
 ``models.tokenizer``    ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
-``models.atomic``       files and folders that are written whole or not at all
 ======================  =========================================================================
 
 Nothing is imported here, so that a config can be read without loading any kernel.

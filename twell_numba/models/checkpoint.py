@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
+from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.atomic import write_file_atomically
+from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.huggingface import (
     file_shape,
@@ -17,7 +18,6 @@ from twell_numba.models.huggingface import (
     to_file_layout,
     to_huggingface,
 )
-from twell_numba.models.tensor_files import read_tensors, write_tensors
 from twell_numba.models.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -37,7 +37,7 @@ def save_model(
 
     The folder is made if it is missing. Each file is written in one piece or not at all; to have
     that for the folder as a whole, write it inside
-    :func:`twell_numba.models.atomic.write_folder_atomically`.
+    :func:`twell_numba.atomic.write_folder_atomically`.
 
     Raises
     ------

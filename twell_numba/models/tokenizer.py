@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.atomic import write_file_atomically
 
 FILE_NAME = "tokenizer.json"
 

@@ -1,11 +1,12 @@
 """The activation-sparse feedforward layers in plain NumPy: the definition and the oracle.
 
-Dense arithmetic throughout, in the dtype of the inputs; only what is returned is packed. For the
-formulas see :mod:`twell_numba.kernels.twell.cpu`, which has the same functions.
+The numbers are those of the dense reference; only what is returned is packed. For the formulas see
+:mod:`twell_numba.kernels.twell.cpu`, which has the same functions.
 """
 
 import numpy as np
 
+from twell_numba.kernels.dense_ffn import reference as dense
 from twell_numba.kernels.twell.activations import PackedActivations
 
 
@@ -23,9 +24,7 @@ def gated_ffn_forward(
     slots: int = 64,
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations."""
-    gate = x @ gate_weight.T
-    up = x @ up_weight.T
-    y = (np.maximum(gate, 0) * up) @ down_weight
+    y, (gate, up, _) = dense.gated_ffn_forward(x, gate_weight, up_weight, down_weight)
     return y, _pack(gate, gate, up, tile, slots)
 
 
@@ -42,25 +41,19 @@ def gated_ffn_backward(
     down_grad: np.ndarray,
 ) -> np.ndarray:
     """Return dx (M, D) and add the weights' gradients in place."""
-    gate = x @ gate_weight.T
-    up = x @ up_weight.T
-    fires = ~(gate <= 0)
-    hidden = np.where(fires, gate, 0) * up
-    d_hidden = dy @ down_weight.T + l1_scale * np.sign(hidden)
-    d_up = np.where(fires, d_hidden * gate, 0)
-    d_gate = np.where(fires, d_hidden * up, 0)
-    down_grad += hidden.T @ dy
-    up_grad += d_up.T @ x
-    gate_grad += d_gate.T @ x
-    return d_up @ up_weight + d_gate @ gate_weight
+    weights = (gate_weight, up_weight, down_weight)
+    _, recomputed = dense.gated_ffn_forward(x, *weights)
+    return dense.gated_ffn_backward(
+        dy, x, *weights, recomputed, l1_scale, gate_grad, up_grad, down_grad
+    )
 
 
 def ffn_forward(
     x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 64
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations of a two-matrix layer."""
-    up = x @ up_weight.T
-    return np.maximum(up, 0) @ down_weight, _pack(up, up, None, tile, slots)
+    y, (up, _, _) = dense.ffn_forward(x, up_weight, down_weight)
+    return y, _pack(up, up, None, tile, slots)
 
 
 def ffn_backward(
@@ -74,13 +67,10 @@ def ffn_backward(
     down_grad: np.ndarray,
 ) -> np.ndarray:
     """Return dx (M, D) of a two-matrix layer and add the weights' gradients in place."""
-    up = x @ up_weight.T
-    fires = ~(up <= 0)
-    hidden = np.where(fires, up, 0)
-    d_up = np.where(fires, dy @ down_weight.T + l1_scale * np.sign(hidden), 0)
-    down_grad += hidden.T @ dy
-    up_grad += d_up.T @ x
-    return d_up @ up_weight
+    _, recomputed = dense.ffn_forward(x, up_weight, down_weight)
+    return dense.ffn_backward(
+        dy, x, up_weight, down_weight, recomputed, l1_scale, up_grad, down_grad
+    )
 
 
 def activation_statistics(activations: PackedActivations) -> tuple[int, float, np.ndarray]:

@@ -4,6 +4,9 @@ Everything is written under a temporary name beside the destination, synced to t
 renamed: a reader sees either what was there before or the whole of what is new. A process killed
 before the rename leaves nothing but a hidden file or folder, ``.<random>.<name>``, which may be
 deleted.
+
+Missing parent folders are made. A symbolic link is followed, not replaced. A new file or folder
+has the permissions that the user's umask gives, whoever wrote it.
 """
 
 import os
@@ -17,20 +20,55 @@ from twell_numba.errors import TwellError
 
 
 @contextmanager
+def write_file_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary empty file to fill; it becomes ``path`` when the ``with`` block ends well.
+
+    If the block raises, the temporary file is removed and ``path`` is left as it was.
+
+    Raises
+    ------
+    TwellError
+        If the file system refuses (disk full, no permission), or ``path`` is a folder, a device or
+        a pipe: one line naming path and reason.
+    """
+    destination = Path(os.path.realpath(path))
+    if os.path.lexists(destination) and not destination.is_file():
+        # Renaming would put a file in the place of a device or a pipe.
+        raise TwellError(
+            f"cannot write {os.fspath(path)}: it is not a regular file; name another place"
+        )
+    with _file_system_errors_named(path):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        temporary = _temporary_name(destination)
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        try:
+            yield temporary
+            # A library that fills the file may have made it anew, with permissions of its own.
+            temporary.chmod(mode)
+            _sync(temporary)
+            os.replace(temporary, destination)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync(destination.parent)
+
+
+@contextmanager
 def write_folder_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder to fill; it becomes ``path`` when the ``with`` block ends well.
 
     A folder that already stands at ``path`` is replaced, and is put back if that fails. If the
-    block raises, the temporary folder is removed and ``path`` is left as it was. Missing parent
-    folders are made.
+    block raises, the temporary folder is removed and ``path`` is left as it was.
 
     Raises
     ------
     TwellError
         If the file system refuses (disk full, no permission): one line naming path and reason.
     """
-    destination = Path(path)
-    with _file_system_errors_named(destination):
+    destination = Path(os.path.realpath(path))
+    with _file_system_errors_named(path):
         destination.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_name(destination)
         temporary.mkdir()
@@ -45,39 +83,13 @@ def write_folder_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def write_file_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write; it becomes ``path`` when the ``with`` block ends well.
-
-    If the block raises, the temporary file is removed and ``path`` is left as it was. Missing
-    parent folders are made.
-
-    Raises
-    ------
-    TwellError
-        If the file system refuses (disk full, no permission): one line naming path and reason.
-    """
-    destination = Path(path)
-    with _file_system_errors_named(destination):
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_name(destination)
-        try:
-            yield temporary
-            _sync(temporary)
-            os.replace(temporary, destination)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync(destination.parent)
-
-
-@contextmanager
-def _file_system_errors_named(destination: Path) -> Iterator[None]:
+def _file_system_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise TwellError(
-            f"cannot write {destination}: {reason}; what was there before is unchanged, "
+            f"cannot write {os.fspath(path)}: {reason}; what was there before is unchanged, "
             f"free some space or name another place"
         ) from error
 

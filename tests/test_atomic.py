@@ -1,11 +1,14 @@
+"""Files and folders are written whole or not at all."""
+
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from twell_numba.atomic import write_file_atomically, write_folder_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.atomic import write_file_atomically, write_folder_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -107,3 +110,53 @@ def test_a_file_in_the_way_of_a_folder_is_kept(tmp_path: Path) -> None:
         (temporary / "new").touch()
     assert path.read_text() == "mine"
     assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no named pipes in folders")
+def test_folders_pipes_and_devices_are_not_replaced_by_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path(os.devnull)):
+        with (
+            pytest.raises(TwellError, match=f"cannot write {path}: it is not a regular file"),
+            write_file_atomically(path),
+        ):
+            pass
+    assert (tmp_path / "pipe").is_fifo()
+    assert names(tmp_path) == ["folder", "pipe"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links need a privilege")
+def test_symbolic_links_are_followed_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name, target in (("file", "elsewhere/new"), ("folder", "elsewhere/step-1")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for _ in range(2):  # to a target that is missing, then to one that is there
+        with write_file_atomically(tmp_path / "file") as temporary:
+            temporary.write_text("new")
+        with write_folder_atomically(tmp_path / "folder") as temporary:
+            (temporary / "inside").touch()
+    assert (tmp_path / "file").is_symlink()
+    assert (tmp_path / "folder").is_symlink()
+    assert (tmp_path / "elsewhere" / "new").read_text() == "new"
+    assert names(tmp_path / "elsewhere" / "step-1") == ["inside"]
+    assert names(tmp_path / "elsewhere") == ["new", "step-1"]
+    assert names(tmp_path) == ["elsewhere", "file", "folder"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
+def test_permissions_follow_the_umask_whoever_filled_the_file(tmp_path: Path) -> None:
+    def remake(path: Path) -> None:
+        path.unlink()
+        path.touch(mode=0o600)
+
+    before = os.umask(0o027)
+    try:
+        with write_file_atomically(tmp_path / "file") as temporary:
+            remake(temporary)
+        with write_folder_atomically(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o750
