@@ -78,9 +78,11 @@ def train(
         config = resolve(preset, config_file, given)
         folder = out or str(next_run_path(config.preset))
         RunFolder(folder).refuse_existing()  # before the seconds that loading Numba takes
+    from twell_numba.device.memory import keep_freed_memory
     from twell_numba.train.loop import train as run_training
     from twell_numba.train.report import Reporter, closing_lines, print_summary
 
+    keep_freed_memory()
     summary = run_training(
         config,
         folder,
