@@ -28,5 +28,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    settings = ((_TRIM_THRESHOLD, _TRIM_LIMIT), (_MMAP_THRESHOLD, _MMAP_LIMIT))
-    return all([mallopt(option, value) == 1 for option, value in settings])
+    keeps_heap = mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT) == 1
+    allocates_on_heap = mallopt(_MMAP_THRESHOLD, _MMAP_LIMIT) == 1
+    return keeps_heap and allocates_on_heap
