@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from twell_numba.layers.ffn import AUTO_DENSITY, GatedFFN, TwoMatrixFFN
+from twell_numba.layers.ffn import (
+    AUTO_DENSITY,
+    TOKENS_A_MEASUREMENT,
+    GatedFFN,
+    TwoMatrixFFN,
+)
 
 NEURONS, WIDTH = 300, 16
 
@@ -95,6 +100,17 @@ def test_auto_takes_the_path_of_a_density_that_was_set(rng):
     ffn.measured_density = 0.01
     ffn(make_input(rng, 3))
     assert ffn.statistics.path == "twell"
+
+
+def test_auto_measures_single_tokens_now_and_then(rng):
+    ffn = make_layer(rng, True, "auto")
+    paths = []
+    ffn(make_input(rng, 1))
+    ffn.gate.value[:, 0] = 9  # now every neuron fires
+    for _ in range(TOKENS_A_MEASUREMENT + 1):
+        ffn(make_input(rng, 1))
+        paths.append(ffn._last.path)
+    assert paths == ["twell"] * TOKENS_A_MEASUREMENT + ["dense"]
 
 
 def test_no_token_leaves_the_measured_density(rng):

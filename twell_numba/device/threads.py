@@ -67,7 +67,7 @@ def run_ranges(
     grain : int
         Fewest items worth a thread of their own. With fewer than ``2 * grain`` items, or when
         called from inside a task, the calling thread does everything, so that tiny work never waits
-        for another thread to wake (about 50 us).
+        for another thread to wake (about 90 us).
     parts_per_thread : int
         With more than one part a thread, threads that finish early take more parts: for uneven
         rows.
