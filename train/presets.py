@@ -8,7 +8,7 @@ from typing import Any
 
 # About 1 million parameters, a byte-level vocabulary: minutes on a laptop.
 _TINY: dict[str, Any] = {
-    "steps": 1400,
+    "steps": 2400,
     "batch_size": 16,
     "context_length": 128,
     "d_model": 128,
@@ -16,12 +16,12 @@ _TINY: dict[str, Any] = {
     "n_layers": 4,
     "n_heads": 4,
     "learning_rate": 2e-3,
-    "warmup_steps": 70,
-    "l1_activation": 5e-3,
-    "l1_warmup_steps": 200,
-    "eval_interval": 100,
-    "sample_interval": 350,
-    "checkpoint_interval": 350,
+    "warmup_steps": 120,
+    "l1_activation": 1e-2,
+    "l1_warmup_steps": 300,
+    "eval_interval": 200,
+    "sample_interval": 600,
+    "checkpoint_interval": 600,
 }
 
 # About 10 million parameters.
