@@ -1,0 +1,61 @@
+"""The FFN benchmark: what it reports is there, is right, and comes from the paths it names."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from twell_numba.cli import twell
+from twell_numba.infer import timing
+from twell_numba.infer.benchmark import FFNShape, benchmark_ffn, benchmark_one_token
+
+KEYS = {
+    "operation",
+    "path",
+    "device",
+    "dtype",
+    "shape",
+    "nonzeros_per_token",
+    "dense_ms",
+    "sparse_ms",
+    "speedup",
+    "max_relative_error",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(timing, "PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("nonzeros", "auto"), [(2, "twell"), (100, "dense")])
+def test_rows(backward, nonzeros, auto):
+    rows = benchmark_ffn(FFNShape(64, 16, 200, nonzeros), rounds=2, seed=0, backward=backward)
+    assert [row["path"] for row in rows] == [f"auto ({auto})", "dense", "twell"]
+    for row in rows:
+        assert row.keys() == KEYS
+        assert row["operation"] == ("forward+backward" if backward else "forward")
+        assert row["shape"] == {"M": 64, "D": 16, "F": 200}
+        assert row["nonzeros_per_token"] == pytest.approx(nonzeros, rel=0.3)
+        assert row["speedup"] == row["dense_ms"] / row["sparse_ms"] > 0
+        assert 0 < row["max_relative_error"] < 1e-5
+
+
+def test_one_token():
+    rows = benchmark_one_token(16, 200, 4, rounds=1, seed=0)
+    assert [row["operation"] for row in rows] == 3 * ["forward"] + 3 * ["forward after BLAS"]
+    assert all(row["shape"]["M"] == 1 for row in rows)
+    assert all(row["max_relative_error"] < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_command(as_json):
+    sizes = ["--tokens", "8", "--width", "8", "--hidden-width", "40", "--density", "0.1"]
+    result = CliRunner().invoke(twell, ["bench", "ffn", *sizes, *(["--json"] if as_json else [])])
+    assert result.exit_code == 0, result.output
+    if as_json:
+        assert len(json.loads(result.stdout)) == 12
+    else:
+        assert "speed-up" in result.stdout
+        assert result.stdout.count("auto") == 4
