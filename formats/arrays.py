@@ -9,6 +9,8 @@ import numpy as np
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_DTYPES = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
+LARGEST_SIZE = 2**63 - 1
+
 
 def value_dtype(dtype: Any, owner: str) -> np.dtype:
     """Return ``dtype`` in native byte order if a sparse matrix can hold it.
@@ -53,8 +55,8 @@ def matrix_shape(shape: Any, owner: str) -> tuple[int, int]:
         rows, columns = (operator.index(size) for size in shape)
     except (TypeError, ValueError):
         raise ValueError(f"{owner}: shape {shape!r} given, two whole numbers wanted") from None
-    if rows < 0 or columns < 0:
-        raise ValueError(f"{owner}: shape {(rows, columns)} given, sizes of at least 0 wanted")
+    if not (0 <= rows <= LARGEST_SIZE and 0 <= columns <= LARGEST_SIZE):
+        raise ValueError(f"{owner}: shape {(rows, columns)} given, sizes of 0 to 2^63 - 1 wanted")
     return rows, columns
 
 

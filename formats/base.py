@@ -1,8 +1,9 @@
 """What all sparse matrices share.
 
 A format is a subclass of :class:`SparseMatrix`. It names its arrays and parameters, and provides a
-constructor that takes them by name, ``_pack``, ``coordinates``, ``validate``, ``_layout`` and
-``_multiply``. Conversions, comparison, copies and files are written here once, in terms of those.
+constructor that takes them by name, ``_pack``, ``_pack_dense``, ``coordinates``, ``validate``,
+``_layout`` and ``_multiply``. Conversions, comparison, copies and files are written here once, in
+terms of those.
 """
 
 import copy
@@ -19,6 +20,9 @@ from twell_numba.formats.arrays import (
     value_array,
     value_dtype,
 )
+
+LARGEST_IMPLICIT_ARRAY = 2**24
+"""Bytes of the largest dense array that NumPy gets without ``to_dense``."""
 
 FORMATS: dict[str, type["SparseMatrix"]] = {}
 """The class of each format by its name in files."""
@@ -97,17 +101,43 @@ class SparseMatrix(ABC):
     ) -> Self:
         """Build a matrix from valid, nonzero entries in the order of ``coordinates``."""
 
+    @classmethod
+    @abstractmethod
+    def _pack_dense(cls, dense: np.ndarray, **layout: Any) -> Self:
+        """Build a matrix from the nonzero elements of an array of two dimensions.
+
+        It has an accepted dtype in native byte order, and any strides.
+        """
+
     @abstractmethod
     def _layout(self) -> dict[str, int]:
         """Return the keywords with which ``_pack`` lays a matrix out as this one is."""
 
+    # Products, by kernels imported at call time.
+
     @abstractmethod
-    def _multiply(self, X: np.ndarray) -> np.ndarray:
-        """Return ``self @ X``, by a kernel imported at call time."""
+    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
+
+    @abstractmethod
+    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
+
+    @abstractmethod
+    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
+
+    @abstractmethod
+    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any: ...
+
+    def _padding(self) -> dict[str, np.ndarray]:
+        """Return masks of the elements that no operation reads, by the names of their arrays."""
+        return {}
 
     def _arrays_to_save(self) -> dict[str, np.ndarray]:
-        """Return the arrays by name as they go into files, without the contents of padding."""
-        return {name: getattr(self, name) for name in self.array_names}
+        """Return the arrays by name as they go into files, with zeros in place of padding."""
+        arrays = {name: getattr(self, name) for name in self.array_names}
+        for name, padding in self._padding().items():
+            arrays[name] = arrays[name].copy()
+            arrays[name][padding] = 0
+        return arrays
 
     # ------------------------------------------------------------------ conversions
 
@@ -130,13 +160,41 @@ class SparseMatrix(ABC):
             If ``dense`` has not two dimensions.
         """
         owner = f"{cls.__name__}.from_dense"
+        cls._check_layout(layout)
+        if isinstance(dense, SparseMatrix):
+            raise TypeError(f"{owner}: sparse matrix given, dense array wanted; use from_sparse")
         if hasattr(dense, "tocoo"):
             raise TypeError(f"{owner}: sparse matrix given, dense array wanted; use from_scipy")
         array = value_array(dense, owner)
         if array.ndim != 2:
             raise ValueError(f"{owner}: {array.ndim} dimensions given, 2 wanted")
-        rows, columns = np.nonzero(_is_nonzero(array))
-        return cls._pack_with(layout, rows, columns, array[rows, columns], array.shape)
+        return cls._pack_dense(array, **layout)
+
+    @classmethod
+    def from_sparse(cls, matrix: "SparseMatrix", **layout: Any) -> Self:
+        """Store the nonzero entries of a matrix of any of this package's formats.
+
+        Parameters
+        ----------
+        matrix : SparseMatrix
+            Not changed; no array is shared with it. Its stored zeros are left out.
+        **layout
+            How the format lays them out; see the class.
+
+        Raises
+        ------
+        TypeError
+            If ``matrix`` is another kind of object or a layout keyword is unknown.
+        """
+        cls._check_layout(layout)
+        if not isinstance(matrix, SparseMatrix):
+            raise TypeError(
+                f"{cls.__name__}.from_sparse: {type(matrix).__name__} given, a matrix of "
+                "twell_numba.formats wanted; use from_scipy or from_dense"
+            )
+        rows, columns, values = matrix.coordinates()
+        kept = _is_nonzero(values)
+        return cls._pack(rows[kept], columns[kept], values[kept], matrix.shape, **layout)
 
     @classmethod
     def from_coordinates(
@@ -163,6 +221,7 @@ class SparseMatrix(ABC):
             If an index is out of range, the lengths differ, or a sum is too large for the dtype.
         """
         owner = f"{cls.__name__}.from_coordinates"
+        cls._check_layout(layout)
         shape = matrix_shape(shape, owner)
         values = value_array(values, owner)
         rows = index_array(rows, shape[0], f"{owner}: rows")
@@ -174,7 +233,7 @@ class SparseMatrix(ABC):
             )
         rows, columns, values = _sum_duplicates(rows, columns, values, owner)
         kept = _is_nonzero(values)
-        return cls._pack_with(layout, rows[kept], columns[kept], values[kept], shape)
+        return cls._pack(rows[kept], columns[kept], values[kept], shape, **layout)
 
     @classmethod
     def from_scipy(cls, matrix: Any, **layout: Any) -> Self:
@@ -206,21 +265,11 @@ class SparseMatrix(ABC):
         return cls.from_coordinates(entries.row, entries.col, entries.data, matrix.shape, **layout)
 
     @classmethod
-    def _pack_with(
-        cls,
-        layout: dict[str, Any],
-        rows: np.ndarray,
-        columns: np.ndarray,
-        values: np.ndarray,
-        shape: tuple[int, ...],
-    ) -> Self:
+    def _check_layout(cls, layout: dict[str, Any]) -> None:
         for name in layout:
             if name not in cls.layout_names:
-                raise TypeError(
-                    f"{cls.__name__}: layout keyword {name!r} given, "
-                    f"one of {', '.join(cls.layout_names)} wanted"
-                )
-        return cls._pack(rows, columns, values, (shape[0], shape[1]), **layout)
+                accepted = f"one of {', '.join(cls.layout_names)}" if cls.layout_names else "none"
+                raise TypeError(f"{cls.__name__}: layout keyword {name!r} given, {accepted} wanted")
 
     def to_dense(self) -> np.ndarray:
         """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype."""
@@ -229,17 +278,23 @@ class SparseMatrix(ABC):
         dense[rows, columns] = values
         return dense
 
-    def to_scipy(self) -> Any:
-        """Return the matrix as a ``scipy.sparse.csr_array``.
+    def to_scipy(self, format: str = "csr") -> Any:
+        """Return the matrix as a SciPy sparse array, such as ``scipy.sparse.csr_array``.
 
-        SciPy knows neither float16 nor bfloat16: those become float32, which holds them exactly.
+        Zeros are left out, but for those inside the blocks of ``"bsr"``; no array is shared. SciPy
+        knows neither float16 nor bfloat16: those become float32, which holds them exactly.
+
+        Parameters
+        ----------
+        format : str
+            ``"csr"``, ``"csc"``, ``"coo"``, ``"bsr"`` or another of SciPy's formats.
         """
         import scipy.sparse
 
         rows, columns, values = self.coordinates()
-        if self.dtype.itemsize == 2:
-            values = values.astype(np.float32)
-        return scipy.sparse.csr_array((values, (rows, columns)), shape=self.shape)
+        kept = _is_nonzero(values)
+        entries = (widened_for_scipy(values[kept]), (rows[kept], columns[kept]))
+        return scipy.sparse.csr_array(entries, shape=self.shape).asformat(format)
 
     def astype(self, dtype: Any) -> Self:
         """Return a copy with values of another dtype, in the same layout.
@@ -278,19 +333,24 @@ class SparseMatrix(ABC):
     def T(self) -> Self:
         """The transpose, a new matrix of the same format and layout.
 
-        It is built anew each time, in O(nnz log nnz): keep it where it is used more than once.
+        It is built anew each time, in O(nnz + rows + columns): keep it where it is used more than
+        once, or multiply with :meth:`transposed_matmul`. Stored zeros stay stored.
         """
-        rows, columns, values = self.coordinates()
-        # Rows ascend already, so a stable sort by column also leaves them ascending in each column.
-        order = np.argsort(columns, kind="stable")
-        shape = (self.shape[1], self.shape[0])
-        return self._pack(columns[order], rows[order], values[order], shape, **self._layout())
+        from twell_numba.formats.csr import CSRMatrix
+
+        transpose = CSRMatrix._pack(*self.coordinates(), self.shape).T
+        rows, columns, values = transpose.coordinates()
+        return self._pack(rows, columns, values, transpose.shape, **self._layout())
 
     # ------------------------------------------------------------------ measures
 
     def count_nonzero(self) -> int:
         """Return the number of entries that are not zero (NaN is not zero)."""
         return int(np.count_nonzero(_is_nonzero(self.coordinates()[2])))
+
+    def row_lengths(self) -> np.ndarray:
+        """Return the number of stored entries of each row, int64, shape (rows,)."""
+        return np.bincount(self.coordinates()[0], minlength=self.shape[0])
 
     @property
     def density(self) -> float:
@@ -327,6 +387,85 @@ class SparseMatrix(ABC):
         """
         return self._multiply(X)
 
+    def __rmatmul__(self, X: Any) -> np.ndarray:
+        """Return ``X @ A`` of a dense vector or matrix ``X``, a NumPy array; as ``A @ X``.
+
+        Parameters
+        ----------
+        X : array, shape (rows,) or (N, rows)
+
+        Returns
+        -------
+        array, shape (columns,) or (N, columns)
+        """
+        return self._multiply_from_left(X)
+
+    def matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``A @ X``, in ``out`` if that is given.
+
+        Parameters
+        ----------
+        X : array, shape (columns,) or (columns, N)
+        out : array, shape (rows,) or (rows, N), optional
+            Of the result's dtype, with any strides; overwritten and returned. It may share memory
+            with ``X``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``A @ X``; also if ``out`` has the wrong dtype or shape, or is read-only.
+        """
+        return self._multiply(X, out)
+
+    def transposed_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``A.T @ X`` without building the transpose; as :meth:`matmul`.
+
+        Parameters
+        ----------
+        X : array, shape (rows,) or (rows, N)
+        out : array, shape (columns,) or (columns, N), optional
+        """
+        return self._multiply_transposed(X, out)
+
+    def left_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        """Return ``X @ A``; as :meth:`matmul`.
+
+        Parameters
+        ----------
+        X : array, shape (rows,) or (N, rows)
+        out : array, shape (columns,) or (N, columns), optional
+        """
+        return self._multiply_from_left(X, out)
+
+    def sampled_product(self, Y: Any, X: Any, out: Self | None = None) -> Self:
+        """Return the values of ``Y @ X.T`` at this matrix's entries, and nothing elsewhere.
+
+        This is the gradient of ``A`` in ``A @ X`` on A's pattern, where Y is that of the product.
+
+        Parameters
+        ----------
+        Y : array, shape (rows, D)
+        X : array, shape (columns, D)
+        out : matrix, optional
+            Of this format and pattern and the result's dtype; its values are overwritten and it is
+            returned.
+
+        Returns
+        -------
+        matrix
+            Of this format, layout and pattern, and of the wider dtype of ``Y`` and ``X`` (float32
+            for float16 with bfloat16). Stored zeros are entries, so that block-ELL has all elements
+            of its blocks. Index arrays are shared with this matrix.
+
+        Raises
+        ------
+        TypeError
+            If an operand has the wrong type or dtype.
+        ValueError
+            If the shapes or patterns do not fit.
+        """
+        return self._sample(Y, X, out)
+
     def __eq__(self, other: object) -> bool:
         """Whether both are the same matrix, by value.
 
@@ -345,10 +484,36 @@ class SparseMatrix(ABC):
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Refuse: a sparse matrix becomes dense only where that is asked for."""
-        raise TypeError(
-            f"{type(self).__name__} given where a dense array is wanted; use to_dense()"
-        )
+        """Return ``to_dense()`` for NumPy, of a matrix that is small when dense.
+
+        Raises
+        ------
+        TypeError
+            If the dense array would take more than :data:`LARGEST_IMPLICIT_ARRAY` bytes: that much
+            only ``to_dense()`` makes, so that it does not happen by accident.
+        ValueError
+            If ``copy`` is False: a dense array is always a new one.
+        """
+        size = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        if size > LARGEST_IMPLICIT_ARRAY:
+            raise TypeError(
+                f"{type(self).__name__} given where a dense array is wanted, which would take "
+                f"{_readable_size(size)} (at most {_readable_size(LARGEST_IMPLICIT_ARRAY)} is made "
+                "implicitly); use to_dense()"
+            )
+        if copy is False:
+            raise ValueError(f"{type(self).__name__} cannot become a dense array without a copy")
+        dense = self.to_dense()
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
+    def aslinearoperator(self) -> Any:
+        """Return a ``scipy.sparse.linalg.LinearOperator`` of this matrix, for SciPy's solvers.
+
+        It keeps the matrix, without a copy, and multiplies through the kernels.
+        """
+        from twell_numba.formats.linear_operator import MatrixOperator
+
+        return MatrixOperator(self)
 
     def __repr__(self) -> str:
         rows, columns = self.shape
@@ -390,6 +555,11 @@ class SparseMatrix(ABC):
         return load_as(cls, path)
 
 
+def widened_for_scipy(values: np.ndarray) -> np.ndarray:
+    """Return values in a dtype that SciPy's sparse arrays take: float32 for those of 16 bits."""
+    return values.astype(np.float32) if values.dtype.itemsize == 2 else values
+
+
 def _is_nonzero(values: np.ndarray) -> np.ndarray:
     """Return where values are not zero: neither 0.0 nor -0.0; NaN is not zero."""
     return values != values.dtype.type(0)
@@ -406,6 +576,9 @@ def _sum_duplicates(
     rows: np.ndarray, columns: np.ndarray, values: np.ndarray, owner: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sort entries by row and column, and add up those at the same place."""
+    same_row = rows[1:] == rows[:-1]
+    if np.all((rows[1:] > rows[:-1]) | (same_row & (columns[1:] > columns[:-1]))):
+        return rows, columns, values
     order = np.lexsort((columns, rows))
     rows, columns, values = rows[order], columns[order], values[order]
     is_first = np.ones(rows.size, bool)
@@ -414,15 +587,18 @@ def _sum_duplicates(
         return rows, columns, values
     first = np.flatnonzero(is_first)
     rows, columns = rows[first], columns[first]
-    sums = np.add.reduceat(values.astype(np.float64), first)
-    with np.errstate(over="ignore"):
+    # inf - inf is NaN, as in a dense sum: a value, not a mistake.
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.add.reduceat(values.astype(np.float64), first)
         narrowed = sums.astype(values.dtype)
-    overflowed = np.isfinite(sums) & ~np.isfinite(narrowed.astype(np.float64))
+    all_finite = np.logical_and.reduceat(np.isfinite(values.astype(np.float64)), first)
+    overflowed = all_finite & ~np.isfinite(narrowed.astype(np.float64))
     if overflowed.any():
         place = int(np.flatnonzero(overflowed)[0])
         raise ValueError(
             f"{owner}: entries at row {rows[place]}, column {columns[place]} add up to "
-            f"{sums[place]:g}, too large for {values.dtype.name}; give values of a wider dtype"
+            f"{sums[place]:g}, too large for {values.dtype.name}; give smaller values or a wider "
+            "dtype"
         )
     return rows, columns, narrowed
 

@@ -122,22 +122,20 @@ class ELLMatrix(SparseMatrix):
 
     def stored(self) -> np.ndarray:
         """Return which slots are used, a mask of the shape of ``values``."""
+        if self.counts.size == 0:  # without rows, a file could claim any number of slots
+            return np.zeros(self.values.shape, bool)
         return np.arange(self.values.shape[-1]) < self.counts[..., np.newaxis]
 
     def values_as(self, dtype: np.dtype) -> np.ndarray:
         """Return a copy of ``values`` in ``dtype``, with zeros in place of padding."""
-        return self._without_padding(self.values, dtype)
-
-    def _without_padding(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         stored = self.stored()
-        clean = np.zeros(array.shape, dtype)
-        clean[stored] = array[stored]
+        clean = np.zeros(self.values.shape, dtype)
+        clean[stored] = self.values[stored]
         return clean
 
-    def _arrays_to_save(self) -> dict[str, np.ndarray]:
-        values = self.values_as(self.dtype)
-        columns = self._without_padding(self.columns, self.columns.dtype)
-        return super()._arrays_to_save() | {"values": values, "columns": columns}
+    def _padding(self) -> dict[str, np.ndarray]:
+        padding = ~self.stored()
+        return {"values": padding, "columns": padding}
 
     def _notes(self) -> list[str]:
         return [f"tail rows {self.tail_rows.size}"] if self.tail_rows.size else []

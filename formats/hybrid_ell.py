@@ -5,14 +5,11 @@ from typing import Any, Self
 import numpy as np
 
 from twell_numba.formats.ell import ELLMatrix, pack_segments, whole_number
+from twell_numba.formats.index_width import index_dtype
 
 DEFAULT_WIDTH = 128
-LARGEST_INT32 = 2**31 - 1
-
-
-def column_dtype(columns: int) -> np.dtype:
-    """Return the dtype of column numbers in a matrix with that many columns."""
-    return np.dtype(np.int32 if columns <= LARGEST_INT32 else np.int64)
+# Counts are held in 32 bits.
+LARGEST_WIDTH = 2**31 - 1
 
 
 class HybridELLMatrix(ELLMatrix):
@@ -76,16 +73,21 @@ class HybridELLMatrix(ELLMatrix):
         *,
         width: int = DEFAULT_WIDTH,
     ) -> Self:
-        arrays = pack_segments(
-            rows,
-            columns,
-            values,
-            shape,
-            segments_per_row=1,
-            segment_width=max(shape[1], 1),
-            slots=whole_number(width, 1, LARGEST_INT32, "HybridELLMatrix: width"),
-            column_dtype=column_dtype(shape[1]),
+        return cls._from_segments(
+            pack_segments(rows, columns, values, shape, **_segments(shape, width)), shape
         )
+
+    @classmethod
+    def _pack_dense(  # type: ignore[override]
+        cls, dense: np.ndarray, *, width: int = DEFAULT_WIDTH
+    ) -> Self:
+        from twell_numba.kernels.conversion import dense_to_segments
+
+        shape = (dense.shape[0], dense.shape[1])
+        return cls._from_segments(dense_to_segments(dense, **_segments(shape, width)), shape)
+
+    @classmethod
+    def _from_segments(cls, arrays: dict[str, np.ndarray], shape: tuple[int, int]) -> Self:
         for name in ("values", "columns", "counts"):
             arrays[name] = arrays[name][:, 0]
         return cls(**arrays, shape=shape, validate=False)
@@ -93,10 +95,25 @@ class HybridELLMatrix(ELLMatrix):
     def _layout(self) -> dict[str, int]:
         return {"width": self.width}
 
-    def _multiply(self, X: np.ndarray) -> np.ndarray:
+    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
         from twell_numba.kernels.ell_product import hybrid_ell_matmul
 
-        return hybrid_ell_matmul(self, X)
+        return hybrid_ell_matmul(self, X, out)
+
+    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        from twell_numba.kernels.ell_product import hybrid_ell_transposed_matmul
+
+        return hybrid_ell_transposed_matmul(self, X, out)
+
+    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        from twell_numba.kernels.ell_product import hybrid_ell_left_matmul
+
+        return hybrid_ell_left_matmul(X, self, out)
+
+    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
+        from twell_numba.kernels.ell_product import hybrid_ell_sampled_product
+
+        return hybrid_ell_sampled_product(self, Y, X, out)
 
     @property
     def segments_per_row(self) -> int:
@@ -108,7 +125,7 @@ class HybridELLMatrix(ELLMatrix):
 
     @property
     def _column_dtype(self) -> np.dtype:
-        return column_dtype(self.shape[1])
+        return index_dtype(self.shape[1])
 
     @property
     def _counts_shape(self) -> tuple[int, ...]:
@@ -119,4 +136,14 @@ class HybridELLMatrix(ELLMatrix):
 
     def _validate_shapes(self) -> None:
         super()._validate_shapes()
-        whole_number(self.width, 1, None, "HybridELLMatrix: width")
+        whole_number(self.width, 1, LARGEST_WIDTH, "HybridELLMatrix: width")
+
+
+def _segments(shape: tuple[int, int], width: int) -> dict[str, Any]:
+    """Return how a matrix is cut: one segment a row."""
+    return {
+        "segments_per_row": 1,
+        "segment_width": max(shape[1], 1),
+        "slots": whole_number(width, 1, LARGEST_WIDTH, "HybridELLMatrix: width"),
+        "column_dtype": index_dtype(shape[1]),
+    }

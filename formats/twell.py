@@ -90,32 +90,48 @@ class TwELLMatrix(ELLMatrix):
         compression: int | None = None,
         slots: int | None = None,
     ) -> Self:
-        tile = whole_number(tile, 1, LARGEST_TILE, "TwELLMatrix: tile")
-        if slots is None:
-            compression = DEFAULT_COMPRESSION if compression is None else compression
-            compression = whole_number(compression, 1, None, "TwELLMatrix: compression")
-            slots = max(tile // compression, 1)
-        elif compression is not None:
-            raise TypeError("TwELLMatrix: slots and compression given, one of them wanted")
-        arrays = pack_segments(
-            rows,
-            columns,
-            values,
-            shape,
-            segments_per_row=-(-shape[1] // tile),
-            segment_width=tile,
-            slots=whole_number(slots, 1, tile, "TwELLMatrix: slots"),
-            column_dtype=np.dtype(np.uint16),
-        )
-        return cls(**arrays, shape=shape, tile=tile, validate=False)
+        segments = _segments(shape, tile, compression, slots)
+        arrays = pack_segments(rows, columns, values, shape, **segments)
+        return cls(**arrays, shape=shape, tile=segments["segment_width"], validate=False)
+
+    @classmethod
+    def _pack_dense(  # type: ignore[override]
+        cls,
+        dense: np.ndarray,
+        *,
+        tile: int = DEFAULT_TILE,
+        compression: int | None = None,
+        slots: int | None = None,
+    ) -> Self:
+        from twell_numba.kernels.conversion import dense_to_segments
+
+        shape = (dense.shape[0], dense.shape[1])
+        segments = _segments(shape, tile, compression, slots)
+        arrays = dense_to_segments(dense, **segments)
+        return cls(**arrays, shape=shape, tile=segments["segment_width"], validate=False)
 
     def _layout(self) -> dict[str, int]:
         return {"tile": self.tile, "slots": self.slots}
 
-    def _multiply(self, X: np.ndarray) -> np.ndarray:
+    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
         from twell_numba.kernels.ell_product import twell_matmul
 
-        return twell_matmul(self, X)
+        return twell_matmul(self, X, out)
+
+    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        from twell_numba.kernels.ell_product import twell_transposed_matmul
+
+        return twell_transposed_matmul(self, X, out)
+
+    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+        from twell_numba.kernels.ell_product import twell_left_matmul
+
+        return twell_left_matmul(X, self, out)
+
+    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
+        from twell_numba.kernels.ell_product import twell_sampled_product
+
+        return twell_sampled_product(self, Y, X, out)
 
     @property
     def segments_per_row(self) -> int:
@@ -140,3 +156,22 @@ class TwELLMatrix(ELLMatrix):
     def _validate_shapes(self) -> None:
         super()._validate_shapes()
         whole_number(self.slots, 1, self.tile, "TwELLMatrix: slots")
+
+
+def _segments(
+    shape: tuple[int, int], tile: int, compression: int | None, slots: int | None
+) -> dict[str, Any]:
+    """Return how a matrix is cut: a segment a tile."""
+    tile = whole_number(tile, 1, LARGEST_TILE, "TwELLMatrix: tile")
+    if slots is None:
+        compression = DEFAULT_COMPRESSION if compression is None else compression
+        compression = whole_number(compression, 1, None, "TwELLMatrix: compression")
+        slots = max(tile // compression, 1)
+    elif compression is not None:
+        raise TypeError("TwELLMatrix: slots and compression given, one of them wanted")
+    return {
+        "segments_per_row": -(-shape[1] // tile),
+        "segment_width": tile,
+        "slots": whole_number(slots, 1, tile, "TwELLMatrix: slots"),
+        "column_dtype": np.dtype(np.uint16),
+    }

@@ -1,22 +1,14 @@
-"""Times of a feedforward layer's execution paths against NumPy's BLAS, in one process.
+"""Times of a feedforward layer's execution paths against NumPy's BLAS."""
 
-Everything that is compared runs in turn, round after round, and the median over the rounds counts.
-Before each timed call there is a pause, so that no other library's idle threads still spin, and
-one call that is not timed, so that all find their weights and threads as they left them.
-"""
-
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from statistics import NormalDist
 
 import numpy as np
 
+from twell_numba.infer.timing import time_in_turn
 from twell_numba.kernels.dense_ffn import reference
 from twell_numba.layers.ffn import PATHS, GatedFFN
-
-# Longer than OpenBLAS's idle threads spin after a call.
-PAUSE_SECONDS = 0.03
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ def benchmark_ffn(shape: FFNShape, rounds: int, seed: int, backward: bool) -> li
     calls: dict[str, Callable[[], object]] = {"numpy": numpy_ffn.run(backward)}
     for path, layer in layers.items():
         calls[path] = _layer_run(layer, problem, backward)
-    milliseconds = _time_in_turn(calls, rounds)
+    milliseconds = time_in_turn(calls, rounds)
     return [
         _row(
             "forward+backward" if backward else "forward",
@@ -91,7 +83,7 @@ def benchmark_one_token(
 
     rows = []
     for operation, prepare in (("forward", None), ("forward after BLAS", wake_blas)):
-        milliseconds = _time_in_turn(calls, 10 * rounds, prepare, pause=prepare is None)
+        milliseconds = time_in_turn(calls, 10 * rounds, prepare, pause=prepare is None)
         rows += [
             _row(
                 operation,
@@ -195,30 +187,6 @@ def _layer_run(layer: GatedFFN, problem: _Problem, backward: bool) -> Callable[[
         layer(problem.x)[1](problem.dy)
 
     return both if backward else forward
-
-
-def _time_in_turn(
-    calls: dict[str, Callable[[], object]],
-    rounds: int,
-    prepare: Callable[[], object] | None = None,
-    pause: bool = True,
-) -> dict[str, float]:
-    """Return the median milliseconds of each call."""
-    for call in calls.values():  # compilation, and the density that `auto` decides by
-        call()
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            if pause:
-                time.sleep(PAUSE_SECONDS)
-            call()
-            if prepare is not None:
-                prepare()
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * median(times) for name, times in seconds.items()}
 
 
 def _row(

@@ -35,6 +35,7 @@ COMPILERS = {"numba", "llvmlite"}
 GPU_PACKAGES = {"cuda", "numba_cuda", "cupy", "nvmath", "cudnn"}
 ONLY_IN = {
     "click": {"cli"},
+    "matplotlib": {"infer"},
     "rich": {"cli", "train"},
     "safetensors": {"formats"},
     "threadpoolctl": {"device"},

@@ -192,11 +192,9 @@ class _Run:
     def _compile(self) -> None:
         self.reporter.compiling()
         begin = time.monotonic()
-        densities = [ffn.measured_density for ffn in self.trainer.model.ffn_layers]
-        compile_kernels(self.trainer.model, self.windows[0])
+        with _paths_undisturbed(self.trainer.model):
+            compile_kernels(self.trainer.model, self.windows[0])
         self.trainer.optimizer.compile()
-        for ffn, density in zip(self.trainer.model.ffn_layers, densities, strict=True):
-            ffn.measured_density = density
         self.reporter.compiled(time.monotonic() - begin)
 
     def _take_steps(self, interrupt: InterruptFlag) -> Evaluation:
@@ -248,9 +246,10 @@ class _Run:
         return left * seconds / (len(self.recent_ends) - 1)
 
     def _evaluate(self) -> Evaluation:
-        evaluation = evaluate(
-            self.trainer.model, self.windows, self.corpus.tokenizer, self.config.batch_size
-        )
+        with _paths_undisturbed(self.trainer.model):
+            evaluation = evaluate(
+                self.trainer.model, self.windows, self.corpus.tokenizer, self.config.batch_size
+            )
         if not math.isfinite(evaluation["loss"]):
             self.trainer.require_finite_state()
             raise Diverged(f"step {self.trainer.step_count}: the validation loss is not finite")
@@ -282,15 +281,16 @@ class _Run:
         """Have the model write, from a seed of the step's own, so that it disturbs nothing."""
         self.trainer.require_finite_state()
         step = self.trainer.step_count
-        pieces = generate(
-            self.trainer.model,
-            self.corpus.tokenizer,
-            self.config.sample_prompt,
-            max_new_tokens=self.config.sample_tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            seed=self.config.seed + step,
-        )
-        text = self.config.sample_prompt + "".join(pieces)
+        with _paths_undisturbed(self.trainer.model):
+            pieces = generate(
+                self.trainer.model,
+                self.corpus.tokenizer,
+                self.config.sample_prompt,
+                max_new_tokens=self.config.sample_tokens,
+                temperature=SAMPLE_TEMPERATURE,
+                seed=self.config.seed + step,
+            )
+            text = self.config.sample_prompt + "".join(pieces)
         self.run.write_sample(step, text)
         self.reporter.sample(step, text)
 
@@ -375,6 +375,15 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
         # A single token, as in a sample, may take kernels of its own.
         model.step(tokens[:, :1], KVCache(model.config, 1, 1, model.dtype))
     model.ffn_path = chosen
+
+
+@contextmanager
+def _paths_undisturbed(model: Transformer) -> Iterator[None]:
+    """Let the next step take the FFN paths it would have taken without what is done in between."""
+    states = [ffn.auto_state for ffn in model.ffn_layers]
+    yield
+    for ffn, state in zip(model.ffn_layers, states, strict=True):
+        ffn.auto_state = state
 
 
 @contextmanager

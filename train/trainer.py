@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.errors import TwellError
+from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
@@ -160,7 +161,7 @@ class Trainer:
             "revival": self._revival_rng.bit_generator.state,
             "dead_neurons": self.dead_neurons.state_dict(),
             # What each layer's `auto` path goes by: another path would round differently.
-            "ffn_density": [ffn.measured_density for ffn in self.model.ffn_layers],
+            "ffn_auto": [ffn.auto_state for ffn in self.model.ffn_layers],
         }
 
     def load_state(self, state: dict[str, Any], moments: dict[str, np.ndarray]) -> None:
@@ -177,8 +178,8 @@ class Trainer:
         self.sampler.load_state_dict(state["sampler"])
         self._revival_rng.bit_generator.state = state["revival"]
         self.dead_neurons.load_state_dict(state["dead_neurons"])
-        for ffn, density in zip(self.model.ffn_layers, state["ffn_density"], strict=True):
-            ffn.measured_density = density
+        for ffn, auto_state in zip(self.model.ffn_layers, state["ffn_auto"], strict=True):
+            ffn.auto_state = AutoState(*auto_state)
 
     def _accumulate_gradients(
         self, step: int, windows: np.ndarray, strength: float

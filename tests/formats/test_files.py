@@ -11,11 +11,18 @@ import pytest
 from safetensors import safe_open
 
 from twell_numba.errors import TwellError
-from twell_numba.formats import HybridELLMatrix, SparseMatrix, TwELLMatrix, load
+from twell_numba.formats import (
+    BlockELLMatrix,
+    CSRMatrix,
+    HybridELLMatrix,
+    SparseMatrix,
+    TwELLMatrix,
+    load,
+)
+from twell_numba.formats.base import FORMATS
 from twell_numba.formats.tensor_file import read_tensors
 
-CLASSES = [TwELLMatrix, HybridELLMatrix]
-every_class = pytest.mark.parametrize("cls", CLASSES)
+every_class = pytest.mark.parametrize("cls", FORMATS.values())
 every_dtype = pytest.mark.parametrize(
     "dtype",
     [np.float64, np.float32, np.float16, ml_dtypes.bfloat16],
@@ -85,9 +92,15 @@ def test_transposed_and_strided_arrays_round_trip(cls, tmp_path):
     assert load(tmp_path / "matrix") == cls.from_dense(example())
 
 
-@every_class
-def test_layout_survives(cls, tmp_path):
-    layout = {"tile": 7, "slots": 3} if cls is TwELLMatrix else {"width": 3}
+@pytest.mark.parametrize(
+    ("cls", "layout"),
+    [
+        (TwELLMatrix, {"tile": 7, "slots": 3}),
+        (HybridELLMatrix, {"width": 3}),
+        (BlockELLMatrix, {"block_size": 3, "blocks_per_row": 100}),
+    ],
+)
+def test_layout_survives(cls, layout, tmp_path):
     cls.from_dense(example(), **layout).save(tmp_path / "matrix")
     same = load(tmp_path / "matrix")
     for name, value in layout.items():
@@ -110,8 +123,8 @@ def test_subclasses_are_saved_and_loaded(cls, tmp_path):
 def test_contents_of_padding_stay_out_of_files(cls, tmp_path):
     matrix = cls.from_dense(example())
     matrix.save(tmp_path / "clean")
-    matrix.values[~matrix.stored()] = np.nan
-    matrix.columns[~matrix.stored()] = 1234
+    for name, padding in matrix._padding().items():
+        getattr(matrix, name)[padding] = np.nan if name == "values" else 1234
     matrix.save(tmp_path / "poisoned")
     clean, poisoned = (read_tensors(tmp_path / name) for name in ("clean", "poisoned"))
     for name in matrix.array_names:
@@ -190,7 +203,8 @@ def lie(header: dict, *keys: str, value: object) -> None:
         (["__metadata__", "format"], "hybrid_ell", "not valid: HybridELLMatrix: columns of dtype"),
         (["__metadata__", "version"], "2", "version '2' given, 1 wanted"),
         (["__metadata__", "shape"], "[5, 301]", "not valid: TwELLMatrix: tail_values of shape"),
-        (["__metadata__", "shape"], f"[{10**30}, 300]", "not valid: TwELLMatrix: counts of shape"),
+        (["__metadata__", "shape"], f"[{10**30}, 300]", "not valid: TwELLMatrix: shape"),
+        (["__metadata__", "shape"], f"[{10**18}, 300]", "not valid: TwELLMatrix: counts of shape"),
         (["__metadata__", "shape"], "[5]", "not valid: TwELLMatrix: shape"),
         (["__metadata__", "shape"], "five", "damaged: its shape or parameters are missing"),
         (["__metadata__", "tile"], "wide", "damaged: its shape or parameters are missing"),
@@ -233,6 +247,31 @@ def test_invalid_contents_are_named(saved):
     write_parts(saved, header, data)
     with pytest.raises(TwellError, match="row 0, tile 0: count 77 given, 0 to 32 wanted"):
         load(saved)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "name", "place", "number", "message"),
+    [
+        (CSRMatrix.from_dense(np.eye(3)), "indptr", 1, -1, "row 0: ends at pointer -1 given"),
+        (CSRMatrix.from_dense(np.eye(3)), "indptr", 3, 2, "row 2: ends at pointer 2 given"),
+        (CSRMatrix.from_dense(np.eye(3)), "indices", 1, 3, "row 1: column 3 given, 0 to 2 wanted"),
+        (
+            BlockELLMatrix.from_dense(np.eye(4), block_size=2),
+            "block_columns",
+            1,
+            2,
+            "block row 1: block column 2 given, 0 to 1 wanted",
+        ),
+    ],
+)
+def test_wrong_indices_in_files_are_named(matrix, name, place, number, message, tmp_path):
+    matrix.save(tmp_path / "matrix")
+    header, data = read_parts(tmp_path / "matrix")
+    begin = header[name]["data_offsets"][0] + 4 * place
+    data = data[:begin] + struct.pack("<i", number) + data[begin + 4 :]
+    write_parts(tmp_path / "matrix", header, data)
+    with pytest.raises(TwellError, match=f"not valid: {type(matrix).__name__}: {message}"):
+        load(tmp_path / "matrix")
 
 
 def test_loading_as_another_format(saved):

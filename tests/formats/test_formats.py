@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -14,26 +15,52 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from twell_numba.errors import TwellError
-from twell_numba.formats import HybridELLMatrix, SparseMatrix, TwELLMatrix
-from twell_numba.formats.ell import ELLMatrix
+from twell_numba.formats import (
+    BlockELLMatrix,
+    CSRMatrix,
+    HybridELLMatrix,
+    SparseMatrix,
+    TwELLMatrix,
+    base,
+    index_width,
+    load,
+)
+from twell_numba.formats.base import FORMATS
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 
-# A format added later is a line or two here; every test below that takes `layout` then runs on it.
-LAYOUTS = {
-    "twell": (TwELLMatrix, {}),
-    "twell tile 4, 1 slot": (TwELLMatrix, {"tile": 4, "slots": 1}),
-    "twell tile 3, compression 2": (TwELLMatrix, {"tile": 3, "compression": 2}),
-    "twell tile 1": (TwELLMatrix, {"tile": 1}),
-    "hybrid ELL": (HybridELLMatrix, {}),
-    "hybrid ELL width 2": (HybridELLMatrix, {"width": 2}),
+# A format added later is a line here, with the layouts to test; every test below then runs on it.
+LAYOUTS: dict[type[SparseMatrix], list[dict]] = {
+    CSRMatrix: [{}],
+    BlockELLMatrix: [
+        {},
+        {"block_size": 1},
+        {"block_size": 3},
+        {"block_size": 4, "blocks_per_row": 9},
+    ],
+    TwELLMatrix: [
+        {},
+        {"tile": 4, "slots": 1},
+        {"tile": 3, "compression": 2},
+        {"tile": 1},
+    ],
+    HybridELLMatrix: [{}, {"width": 2}],
 }
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-every_class = pytest.mark.parametrize("cls", dict.fromkeys(cls for cls, _ in LAYOUTS.values()))
+every_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((cls, keywords), id=f"{cls.format_name}{keywords or ''}")
+        for cls, layouts in LAYOUTS.items()
+        for keywords in layouts
+    ],
+)
+every_class = pytest.mark.parametrize("cls", LAYOUTS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-few_examples = settings(derandomize=True, max_examples=30, database=None, deadline=None)
+many_examples = settings(derandomize=True, max_examples=300, database=None, deadline=None)
 
 special_values = st.sampled_from([0.0, 0.0, 0.0, -0.0, 1.0, -2.5, np.nan, np.inf, -np.inf])
+# Which of a format's layouts a property is tested on; see `build`.
+layout_numbers = st.integers(0, 11)
 
 
 @st.composite
@@ -43,9 +70,17 @@ def dense_matrices(draw: st.DrawFn) -> np.ndarray:
     return dense.astype(draw(st.sampled_from(DTYPES)))
 
 
+def some_layout(cls: type[SparseMatrix], number: int) -> dict:
+    return LAYOUTS[cls][number % len(LAYOUTS[cls])]
+
+
 def build(layout: tuple[type[SparseMatrix], dict], dense: np.ndarray) -> SparseMatrix:
     cls, keywords = layout
     return cls.from_dense(dense, **keywords)
+
+
+def test_every_format_is_tested() -> None:
+    assert set(LAYOUTS) == set(FORMATS.values())
 
 
 def sparse_example(dtype: type = np.float32, shape: tuple[int, int] = (7, 13)) -> np.ndarray:
@@ -63,57 +98,161 @@ def assert_same_matrix(given: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def poison_padding(matrix: SparseMatrix) -> None:
-    """Fill what no operation may read with NaN and columns far out of range."""
-    assert isinstance(matrix, ELLMatrix)
-    padding = ~matrix.stored()
-    matrix.values[padding] = np.nan
-    matrix.columns[padding] = np.iinfo(matrix.columns.dtype).max
+    """Fill what no operation may read with NaN and numbers far out of range."""
+    for name, padding in matrix._padding().items():
+        array = getattr(matrix, name)
+        array[padding] = np.iinfo(array.dtype).max if array.dtype.kind in "iu" else np.nan
+
+
+def values_of(matrix: SparseMatrix) -> np.ndarray:
+    """Return the array that holds a matrix's values."""
+    return getattr(matrix, matrix.array_names[0])
+
+
+def nonzeros(dense: np.ndarray) -> int:
+    return np.count_nonzero(dense.astype(np.float64))
 
 
 # ---------------------------------------------------------------------- conversions
 
 
-@every_layout
-@few_examples
-@given(dense=dense_matrices())
-def test_dense_round_trip_is_exact(layout, dense):
-    matrix = build(layout, dense)
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers)
+def test_dense_round_trip_is_exact(cls, dense, number):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
     matrix.validate()
     assert matrix.shape == dense.shape
     assert matrix.dtype == dense.dtype
-    assert matrix.nnz == matrix.count_nonzero() == np.count_nonzero(dense.astype(np.float64))
+    assert matrix.count_nonzero() == nonzeros(dense)
+    assert matrix.density == (nonzeros(dense) / dense.size if dense.size else 0.0)
+    if cls is not BlockELLMatrix:  # of which a block's zeros are entries too
+        assert matrix.nnz == matrix.count_nonzero()
+        np.testing.assert_array_equal(
+            matrix.row_lengths(), np.count_nonzero(dense.astype(np.float64), axis=1)
+        )
+    assert matrix.row_lengths().sum() == matrix.nnz
     assert_same_matrix(matrix.to_dense(), dense)
+    assert_same_matrix(np.asarray(matrix), dense)
 
 
-@every_layout
-@few_examples
-@given(dense=dense_matrices())
-def test_transpose_copy_and_pickle_agree_with_dense(layout, dense):
-    matrix = build(layout, dense)
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers)
+def test_transpose_agrees_with_dense(cls, dense, number):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
     transpose = matrix.T
+    assert type(transpose) is cls
     transpose.validate()
     assert_same_matrix(transpose.to_dense(), dense.T)
+    assert transpose.nnz == matrix.nnz
+    assert matrix == transpose.T
+
+
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers)
+def test_copies_and_pickles_are_the_same_matrix(cls, dense, number):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
     for same in (
-        transpose.T,
         matrix.copy(),
         copy.copy(matrix),
         copy.deepcopy(matrix),
         pickle.loads(pickle.dumps(matrix)),
     ):
-        assert type(same) is type(matrix)
+        assert type(same) is cls
         same.validate()
         assert same == matrix
+        for name in matrix.array_names:
+            assert getattr(same, name).tobytes() == getattr(matrix, name).tobytes()
 
 
-@every_layout
-@few_examples
-@given(dense=dense_matrices())
-def test_scipy_round_trip_is_exact(layout, dense):
-    matrix = build(layout, dense)
-    through_scipy = matrix.to_scipy()
-    assert through_scipy.nnz == matrix.nnz
-    cls, keywords = layout
-    assert cls.from_scipy(through_scipy, **keywords) == matrix
+@every_class
+@pytest.mark.parametrize("other", LAYOUTS)
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers, other_number=layout_numbers)
+def test_any_format_becomes_any_other(cls, other, dense, number, other_number):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
+    poison_padding(matrix)
+    keywords = some_layout(other, other_number)
+    converted = other.from_sparse(matrix, **keywords)
+    converted.validate()
+    assert type(converted) is other
+    wanted = other.from_dense(dense, **keywords)
+    assert converted.shape == wanted.shape
+    assert converted.nnz == wanted.nnz
+    for name in converted.array_names:
+        given_array, wanted_array = getattr(converted, name), getattr(wanted, name)
+        assert given_array.dtype == wanted_array.dtype
+        assert given_array.shape == wanted_array.shape
+        assert given_array.tobytes() == wanted_array.tobytes()
+        assert not np.shares_memory(given_array, getattr(matrix, name, np.zeros(1)))
+
+
+@every_class
+@many_examples
+@given(
+    dense=dense_matrices(),
+    number=layout_numbers,
+    scipy_format=st.sampled_from(["csr", "csc", "coo", "bsr"]),
+    is_array=st.booleans(),
+)
+def test_scipy_round_trip_is_exact(cls, dense, number, scipy_format, is_array):
+    keywords = some_layout(cls, number)
+    matrix = cls.from_dense(dense, **keywords)
+    through_scipy = matrix.to_scipy(scipy_format)
+    assert through_scipy.format == scipy_format
+    if scipy_format != "bsr":
+        assert through_scipy.nnz == nonzeros(dense)
+    np.testing.assert_array_equal(through_scipy.toarray(), dense.astype(np.float64))
+    if not is_array:
+        through_scipy = getattr(scipy.sparse, f"{scipy_format}_matrix")(through_scipy)
+    back = cls.from_scipy(through_scipy, **keywords)
+    back.validate()
+    assert back == matrix
+
+
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers, dtype=st.sampled_from(DTYPES))
+def test_astype_is_exact_where_the_dtype_allows(cls, dense, number, dtype):
+    # The values drawn are exact in all dtypes.
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
+    poison_padding(matrix)
+    converted = matrix.astype(dtype)
+    converted.validate()
+    assert_same_matrix(converted.to_dense(), dense.astype(dtype))
+    assert converted == matrix
+
+
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers, place=st.integers(0, 64))
+def test_equality_is_that_of_the_dense_matrices(cls, dense, number, place):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
+    for other, layouts in LAYOUTS.items():
+        assert matrix == other.from_dense(dense, **layouts[number % len(layouts)])
+    changed = dense.copy()
+    if changed.size:
+        changed.flat[place % changed.size] = 7
+        assert matrix != cls.from_dense(changed, **some_layout(cls, number))
+
+
+@every_class
+@many_examples
+@given(dense=dense_matrices(), number=layout_numbers)
+def test_files_hold_the_same_arrays(cls, dense, number, tmp_path_factory):
+    matrix = cls.from_dense(dense, **some_layout(cls, number))
+    path = tmp_path_factory.getbasetemp() / f"{cls.format_name}.safetensors"
+    with mock.patch("os.fsync"):  # which would take longer than all the rest
+        matrix.save(path)
+    same = load(path)
+    assert type(same) is cls
+    assert same.shape == matrix.shape
+    for name in matrix.array_names:
+        assert getattr(same, name).dtype == getattr(matrix, name).dtype
+        assert getattr(same, name).shape == getattr(matrix, name).shape
+        assert getattr(same, name).tobytes() == getattr(matrix, name).tobytes()
 
 
 @every_layout
@@ -128,7 +267,7 @@ def test_astype_rounds_as_numpy_does(layout, dtype):
 @every_class
 def test_astype_does_not_store_what_rounds_to_zero(cls):
     matrix = cls.from_dense(np.array([[1e-30, 1.0]])).astype(np.float16)
-    assert matrix.nnz == 1
+    assert matrix.count_nonzero() == 1
 
 
 @every_class
@@ -155,37 +294,40 @@ def test_columns_beyond_32_bits(cls):
     layout = {"tile": 65536, "slots": 1} if cls is TwELLMatrix else {}
     matrix = cls.from_coordinates([0, 0], [1, width - 1], [1.0, 2.0], (1, width), **layout)
     matrix.validate()
-    rows, columns, values = matrix.coordinates()
+    rows, columns, values = CSRMatrix.from_sparse(matrix).coordinates()
     assert rows.tolist() == [0, 0]
     assert columns.tolist() == [1, width - 1]
     assert values.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("columns", "dtype"), [(0, np.int32), (2**31 - 1, np.int32), (2**31, np.int64)]
-)
-def test_width_of_hybrid_ell_column_numbers(columns, dtype):
-    assert (
-        HybridELLMatrix.from_coordinates([], [], np.zeros(0), (1, columns)).columns.dtype == dtype
-    )
-
-
-def test_more_entries_than_fit_16_bit_columns_are_counted():
-    dense = np.ones((300, 200), np.float32)
-    matrix = TwELLMatrix.from_dense(dense, tile=200, slots=200)
-    assert matrix.nnz == 60000
-    assert_same_matrix(matrix.to_dense(), dense)
-
-
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 64, 256])
-def test_no_entry_of_a_tile_is_lost(count):
-    dense = np.zeros((3, 600), np.float32)
-    dense[1, 256 : 256 + count] = np.arange(1, count + 1)
-    dense[2, 599] = 5
-    matrix = TwELLMatrix.from_dense(dense)
-    assert matrix.tail_rows.tolist() == ([1] if count > matrix.slots else [])
-    assert matrix.nnz == count + 1
-    assert_same_matrix(matrix.to_dense(), dense)
+@every_class
+@pytest.mark.parametrize(("rows", "columns"), [(3, 50), (2, 200), (1, 127), (1, 128)])
+def test_index_widths_follow_from_totals(cls, rows, columns, monkeypatch):
+    """With 8-bit indices in place of 32-bit ones, 128 entries or columns need the wide ones."""
+    monkeypatch.setattr(index_width, "NARROW", np.dtype(np.int8))
+    dense = np.arange(1, rows * columns + 1, dtype=np.float32).reshape(rows, columns)
+    layouts = [{"width": columns}] if cls is HybridELLMatrix else LAYOUTS[cls][:3]
+    for keywords in layouts:
+        built = cls.from_dense(dense, **keywords)
+        entries = np.nonzero(dense)
+        for matrix in (
+            built,
+            cls.from_coordinates(*entries, dense[entries], dense.shape, **keywords),
+            built.T.T,
+            cls.from_sparse(HybridELLMatrix.from_dense(dense), **keywords),
+        ):
+            matrix.validate()
+            assert matrix.nnz == rows * columns
+            assert_same_matrix(matrix.to_dense(), dense)
+            assert_same_matrix(matrix.T.to_dense(), dense.T)
+            for name in {"indices", "indptr", "block_columns"} & set(matrix.array_names):
+                largest = {
+                    "indices": columns,
+                    "indptr": rows * columns,
+                    "block_columns": -(-columns // keywords.get("block_size", 16)),
+                }[name]
+                wanted = np.int8 if largest <= 127 else np.int64
+                assert getattr(matrix, name).dtype == wanted
 
 
 @every_layout
@@ -199,8 +341,8 @@ def test_tail_takes_every_row(layout):
 def test_negative_zero_is_not_stored_and_nan_is(cls, dtype):
     dense = np.array([[-0.0, 0.0, np.nan, -1.0]], dtype)
     matrix = cls.from_dense(dense)
-    assert matrix.nnz == 2
-    assert matrix.coordinates()[1].tolist() == [2, 3]
+    assert matrix.count_nonzero() == 2
+    assert CSRMatrix.from_sparse(matrix).indices.tolist() == [2, 3]
     assert not np.signbit(matrix.to_dense().astype(np.float64)[0, 0])
 
 
@@ -227,6 +369,26 @@ def test_any_memory_arrangement(layout, arrangement):
     before = dense.copy()
     assert_same_matrix(build(layout, dense).to_dense(), dense)
     np.testing.assert_array_equal(dense, before)
+
+
+@every_class
+def test_memory_mapped_arrays(cls, tmp_path):
+    dense = sparse_example()
+    np.save(tmp_path / "dense.npy", dense)
+    matrix = cls.from_dense(np.load(tmp_path / "dense.npy", mmap_mode="r"))
+    assert_same_matrix(matrix.to_dense(), dense)
+    mapped = {}
+    for name in matrix.array_names:
+        if getattr(matrix, name).size:  # an empty file cannot be mapped
+            np.save(tmp_path / name, getattr(matrix, name))
+            mapped[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+        else:
+            mapped[name] = getattr(matrix, name)
+    parameters = {name: getattr(matrix, name) for name in matrix.parameter_names}
+    same = cls(**mapped, shape=matrix.shape, **parameters)
+    assert same == matrix
+    assert_same_matrix(same.T.to_dense(), dense.T)
+    np.testing.assert_allclose(same @ np.ones(13), dense.sum(axis=1), rtol=1e-5)
 
 
 @every_layout
@@ -264,30 +426,25 @@ def test_copy_shares_nothing(layout):
 # ---------------------------------------------------------------------- coordinates, SciPy
 
 
-@every_layout
-@few_examples
+@every_class
+@many_examples
 @given(
     entries=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 9), st.sampled_from([-1.0, 0.0, 1.0, 2.0]))
-    )
+    ),
+    number=layout_numbers,
+    dtype=st.sampled_from(DTYPES),
 )
-def test_entries_at_one_place_add_up(layout, entries):
-    cls, keywords = layout
-    rows, columns, values = (
-        (np.array(part) for part in zip(*entries, strict=True))
-        if entries
-        else (
-            np.zeros(0, np.int64),
-            np.zeros(0, np.int64),
-            np.zeros(0),
-        )
-    )
-    wanted = np.zeros((4, 10), np.float32)
+def test_entries_at_one_place_add_up(cls, entries, number, dtype):
+    rows, columns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2).T
+    values = np.array([entry[2] for entry in entries], np.float64)
+    wanted = np.zeros((4, 10))
     np.add.at(wanted, (rows, columns), values)
-    matrix = cls.from_coordinates(rows, columns, values.astype(np.float32), (4, 10), **keywords)
+    keywords = some_layout(cls, number)
+    matrix = cls.from_coordinates(rows, columns, values.astype(dtype), (4, 10), **keywords)
     matrix.validate()
-    assert matrix.nnz == np.count_nonzero(wanted)
-    assert_same_matrix(matrix.to_dense(), wanted)
+    assert matrix.count_nonzero() == np.count_nonzero(wanted)
+    assert_same_matrix(matrix.to_dense(), wanted.astype(dtype))
 
 
 @every_class
@@ -308,6 +465,19 @@ def test_a_sum_too_large_for_the_dtype_is_refused(cls):
 
 
 @every_class
+def test_a_sum_too_large_for_float64_is_refused(cls):
+    with pytest.raises(ValueError, match="add up to inf, too large for float64"):
+        cls.from_coordinates([0, 0], [0, 0], [1e308, 1e308], (1, 1))
+
+
+@every_class
+def test_infinities_add_up_as_in_numpy(cls):
+    values = np.array([np.inf, -np.inf, np.inf, 1, np.nan, 1])
+    matrix = cls.from_coordinates([0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 2, 2], values, (1, 3))
+    assert_same_matrix(matrix.to_dense(), np.array([[np.nan, np.inf, np.nan]]))
+
+
+@every_class
 @pytest.mark.parametrize("scipy_format", ["csr", "csc", "coo", "bsr", "lil", "dok", "dia"])
 def test_every_scipy_format(cls, scipy_format):
     dense = sparse_example(np.float64)
@@ -323,7 +493,7 @@ def test_scipy_duplicates_stored_zeros_and_disorder(cls):
     )
     before = given.copy()
     matrix = cls.from_scipy(given)
-    assert matrix.nnz == 2
+    assert matrix.count_nonzero() == 2
     assert_same_matrix(matrix.to_dense(), np.array([[2.0, 0, 4], [0, 0, 0]]))
     for name in ("data", "indices", "indptr"):
         np.testing.assert_array_equal(getattr(given, name), getattr(before, name))
@@ -390,43 +560,39 @@ def test_wrong_kinds_of_input_are_refused(cls):
         cls.from_dense(np.ma.masked_array(np.eye(2), mask=np.eye(2)))
     with pytest.raises(ValueError, match="3 dimensions given, 2 wanted"):
         cls.from_dense(np.zeros((2, 2, 2)))
-    with pytest.raises(TypeError, match="layout keyword 'tiles' given, one of"):
+    with pytest.raises(TypeError, match="use from_sparse"):
+        cls.from_dense(cls.from_dense(np.eye(2)))
+    with pytest.raises(TypeError, match="ndarray given, a matrix of twell_numba.formats wanted"):
+        cls.from_sparse(np.eye(2))
+    with pytest.raises(TypeError, match="layout keyword 'tiles' given, (one of .*|none) wanted"):
         cls.from_dense(np.eye(2), tiles=3)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tile": 0}, "tile: 0 given, 1 to 65536 wanted"),
-        ({"tile": 65537}, "tile: 65537 given, 1 to 65536 wanted"),
-        ({"slots": 0}, "slots: 0 given, 1 to 256 wanted"),
-        ({"slots": 257}, "slots: 257 given, 1 to 256 wanted"),
-        ({"compression": 0}, "compression: 0 given, at least 1 wanted"),
-    ],
-)
-def test_wrong_twell_layouts_are_refused(layout, message):
-    with pytest.raises(ValueError, match=message):
-        TwELLMatrix.from_dense(np.eye(3), **layout)
+@every_class
+def test_never_large_and_dense_by_accident(cls, monkeypatch):
+    matrix = cls.from_dense(np.eye(3))
+    monkeypatch.setattr(base, "LARGEST_IMPLICIT_ARRAY", 72)
+    assert_same_matrix(np.asarray(matrix), np.eye(3))
+    monkeypatch.setattr(base, "LARGEST_IMPLICIT_ARRAY", 71)
+    with pytest.raises(TypeError, match=r"would take 72 bytes .* use to_dense\(\)"):
+        np.asarray(matrix)
 
 
-def test_layouts_that_are_no_numbers_are_refused():
-    with pytest.raises(TypeError, match=r"width: 2.5 given, a whole number wanted"):
-        HybridELLMatrix.from_dense(np.eye(3), width=2.5)
-    with pytest.raises(TypeError, match="slots and compression given, one of them wanted"):
-        TwELLMatrix.from_dense(np.eye(3), slots=4, compression=8)
-    with pytest.raises(ValueError, match="width: 0 given, 1 to"):
-        HybridELLMatrix.from_dense(np.eye(3), width=0)
+def test_a_matrix_far_too_large_to_be_dense():
+    matrix = CSRMatrix.from_coordinates([0], [2**40], [1.0], (10, 2**62))
+    with pytest.raises(TypeError, match=r"use to_dense\(\)"):
+        np.asarray(matrix)
 
 
 @every_class
-def test_never_dense_by_accident(cls, tmp_path):
+def test_array_protocol(cls, tmp_path):
     matrix = cls.from_dense(np.eye(3))
-    with pytest.raises(TypeError, match=r"use to_dense\(\)"):
-        np.asarray(matrix)
-    with pytest.raises(TypeError, match=r"use to_dense\(\)"):
-        np.save(tmp_path / "matrix.npy", matrix)
-    with pytest.raises(TypeError, match="unsupported operand"):
-        np.eye(3) @ matrix
+    assert_same_matrix(np.asarray(matrix, np.float32), np.eye(3, dtype=np.float32))
+    assert_same_matrix(np.array(matrix), np.eye(3))
+    with pytest.raises(ValueError, match="without a copy"):
+        np.array(matrix, copy=False)
+    np.save(tmp_path / "matrix.npy", matrix)
+    assert_same_matrix(np.load(tmp_path / "matrix.npy", allow_pickle=False), np.eye(3))
 
 
 @every_class
@@ -448,8 +614,6 @@ def test_equality_is_by_value(layout):
     dense = sparse_example()
     dense[0, 0] = np.nan
     matrix = build(layout, dense)
-    for other in LAYOUTS.values():
-        assert matrix == build(other, dense)
     assert matrix == build(layout, dense.astype(np.float64))
     changed = dense.copy()
     changed[2, 3] += 1
@@ -470,20 +634,22 @@ def test_matrices_cannot_be_hashed(cls):
         hash(cls.from_dense(np.eye(2)))
 
 
-def with_a_stored_zero(cls: type[SparseMatrix]) -> SparseMatrix:
-    matrix = cls.from_dense(np.array([[5.0, 1.0, 0.0], [0.0, 0.0, 2.0]]))
-    assert isinstance(matrix, ELLMatrix)
-    matrix.values[matrix.values == 5.0] = 0.0
-    return matrix
-
-
 @every_class
 def test_stored_zeros_are_stored_but_not_nonzero(cls):
-    matrix = with_a_stored_zero(cls)
-    assert matrix.nnz == 3
-    assert matrix.count_nonzero() == 2
-    assert matrix.density == pytest.approx(2 / 6)
-    assert matrix == cls.from_dense(matrix.to_dense())
+    dense = np.array([[5.0, 1.0, 0.0], [0.0, 0.0, 2.0]])
+    matrix = cls.from_dense(dense)
+    stored = matrix.nnz
+    values_of(matrix)[values_of(matrix) == 5.0] = 0.0
+    dense[0, 0] = 0.0
+    for same in (matrix, matrix.copy(), matrix.T):
+        same.validate()
+        assert same.nnz == stored
+        assert same.count_nonzero() == 2
+        assert same.density == pytest.approx(2 / 6)
+    assert matrix == cls.from_dense(dense)
+    assert matrix.to_scipy().nnz == 2
+    assert CSRMatrix.from_sparse(matrix).nnz == 2
+    assert matrix.astype(np.float32) == cls.from_dense(dense)
 
 
 @every_class
@@ -494,22 +660,18 @@ def test_measures(cls):
     assert cls.from_dense(np.zeros((0, 5))).density == 0.0
 
 
-def test_counts_and_bytes_do_not_wrap_at_32_bits():
-    slots, rows = 2**30, 8
-    values = np.broadcast_to(np.float32(1), (rows, slots))
-    columns = np.broadcast_to(np.int32(0), (rows, slots))
-    counts = np.full(rows, slots, np.int32)
-    matrix = HybridELLMatrix.__new__(HybridELLMatrix)
-    matrix.shape = (rows, slots)
-    matrix.values, matrix.columns, matrix.counts = values, columns, counts
-    matrix.tail_rows, matrix.tail_values = np.zeros(0, np.int64), np.zeros((0, slots), np.float32)
-    assert matrix.nnz == 2**33
-    assert matrix.nbytes == 2**36 + counts.nbytes
-
-
 @pytest.mark.parametrize(
     ("matrix", "wanted"),
     [
+        (
+            CSRMatrix.from_dense(np.eye(4, dtype=np.float32)),
+            "<CSRMatrix 4 x 4 float32: 4 stored entries (25.00%), 52 bytes>",
+        ),
+        (
+            BlockELLMatrix.from_dense(np.eye(5), block_size=2),
+            "<BlockELLMatrix 5 x 5 float64: 9 stored entries (36.00%), block_size 2, 3 blocks, "
+            "108 bytes>",
+        ),
         (
             TwELLMatrix.from_dense(np.eye(4, 600, dtype=np.float32)),
             "<TwELLMatrix 4 x 600 float32: 4 stored entries (0.17%), tile 256, slots 32, 2.352 kB>",
@@ -539,121 +701,14 @@ def test_padding_is_never_read(layout, dtype):
     matrix = build(layout, dense)
     poison_padding(matrix)
     matrix.validate()
-    assert matrix.nnz == matrix.count_nonzero() == np.count_nonzero(dense.astype(np.float64))
+    assert matrix.nnz == build(layout, dense).nnz
+    assert matrix.count_nonzero() == nonzeros(dense)
+    np.testing.assert_array_equal(matrix.row_lengths(), build(layout, dense).row_lengths())
     assert matrix == build(layout, dense)
     assert_same_matrix(matrix.to_dense(), dense)
     assert_same_matrix(matrix.T.to_dense(), dense.T)
     assert_same_matrix(matrix.astype(np.float64).to_dense(), dense.astype(np.float64))
     np.testing.assert_array_equal(matrix.to_scipy().toarray(), dense.astype(np.float64))
-
-
-def twell_arrays() -> dict:
-    """A valid matrix of 4 rows and 10 columns in tiles of 4; row 2 is in the tail."""
-    dense = np.zeros((4, 10), np.float32)
-    dense[0, [1, 2]] = [1, 2]
-    dense[1, 9] = 3
-    dense[2] = 1
-    matrix = TwELLMatrix.from_dense(dense, tile=4, slots=2)
-    return {name: getattr(matrix, name) for name in matrix.array_names} | {
-        "shape": (4, 10),
-        "tile": 4,
-    }
-
-
-def hybrid_ell_arrays() -> dict:
-    """The same matrix in hybrid ELL of width 2."""
-    matrix = HybridELLMatrix.from_dense(TwELLMatrix(**twell_arrays()).to_dense(), width=2)
-    return {name: getattr(matrix, name) for name in matrix.array_names} | {"shape": (4, 10)}
-
-
-@pytest.mark.parametrize(
-    ("array", "place", "value", "message"),
-    [
-        ("counts", (1, 2), 3, r"row 1, tile 2: count 3 given, 0 to 2 wanted"),
-        ("counts", (3, 0), -1, r"row 3, tile 0: count -1 given, 0 to 2 wanted"),
-        ("columns", (0, 0, 1), 4, r"row 0, tile 0: column 4 given, 0 to 3 wanted"),
-        ("columns", (1, 2, 0), 2, r"row 1, tile 2: column 2 given, 0 to 1 wanted"),
-        ("columns", (0, 0, 1), 1, r"row 0, tile 0: column 1 given after 1, ascending"),
-        ("columns", (0, 0, 0), 3, r"row 0, tile 0: column 2 given after 3, ascending"),
-        ("counts", (2, 1), 1, r"row 2, tile 1: count 1 given for a row that is in the tail"),
-        ("tail_rows", 0, 4, r"tail row 4 given, 0 to 3 wanted"),
-        ("tail_rows", 0, -1, r"tail row -1 given, 0 to 3 wanted"),
-    ],
-)
-def test_twell_validation_names_the_row(array, place, value, message):
-    arguments = twell_arrays()
-    TwELLMatrix(**arguments)
-    arguments[array][place] = value
-    with pytest.raises(ValueError, match=message):
-        TwELLMatrix(**arguments)
-    TwELLMatrix(**arguments, validate=False)
-
-
-@pytest.mark.parametrize(
-    ("array", "place", "value", "message"),
-    [
-        ("counts", 1, 3, r"row 1: count 3 given, 0 to 2 wanted"),
-        ("columns", (1, 0), 10, r"row 1: column 10 given, 0 to 9 wanted"),
-        ("columns", (1, 0), -1, r"row 1: column -1 given, 0 to 9 wanted"),
-        ("columns", (0, 1), 0, r"row 0: column 0 given after 1, ascending"),
-        ("counts", 2, 1, r"row 2: count 1 given for a row that is in the tail"),
-    ],
-)
-def test_hybrid_ell_validation_names_the_row(array, place, value, message):
-    arguments = hybrid_ell_arrays()
-    HybridELLMatrix(**arguments)
-    arguments[array][place] = value
-    with pytest.raises(ValueError, match=message):
-        HybridELLMatrix(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("cls", "arguments"),
-    [(TwELLMatrix, twell_arrays), (HybridELLMatrix, hybrid_ell_arrays)],
-)
-class TestWrongArrays:
-    @pytest.mark.parametrize("name", ["values", "columns", "counts", "tail_rows", "tail_values"])
-    def test_too_long(self, cls, arguments, name):
-        given = arguments()
-        given[name] = np.concatenate([given[name], given[name]])
-        with pytest.raises(ValueError, match=r"of shape \(.*\) given, \(.*\) wanted"):
-            cls(**given)
-
-    def test_columns_with_other_slots_than_values(self, cls, arguments):
-        given = arguments()
-        given["columns"] = given["columns"][..., :1]
-        with pytest.raises(ValueError, match="columns of shape"):
-            cls(**given)
-
-    @pytest.mark.parametrize("name", ["values", "columns", "counts", "tail_rows", "tail_values"])
-    def test_wrong_dtype(self, cls, arguments, name):
-        given = arguments()
-        given[name] = given[name].astype(np.int16)
-        with pytest.raises(TypeError, match=f"{name}.* given, .* wanted"):
-            cls(**given)
-
-    def test_tail_rows_out_of_order(self, cls, arguments):
-        given = arguments()
-        given["tail_rows"] = np.array([3, 2])
-        given["tail_values"] = np.ones((2, 10), np.float32)
-        with pytest.raises(ValueError, match="tail row 2 given after 3, ascending rows wanted"):
-            cls(**given)
-
-    def test_half_a_tail(self, cls, arguments):
-        given = arguments()
-        del given["tail_values"]
-        with pytest.raises(ValueError, match="both or none wanted"):
-            cls(**given)
-
-    def test_no_tail(self, cls, arguments):
-        given = arguments()
-        del given["tail_values"], given["tail_rows"]
-        assert cls(**given).nnz == 3
-
-    @pytest.mark.parametrize("shape", [(4,), (4, -1), (4.5, 10), None])
-    def test_wrong_shape(self, cls, arguments, shape):
-        with pytest.raises(ValueError, match="shape .* given, .* wanted"):
-            cls(**arguments() | {"shape": shape})
 
 
 def test_importing_formats_does_not_import_numba():

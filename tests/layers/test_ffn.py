@@ -6,6 +6,7 @@ import pytest
 from twell_numba.layers.ffn import (
     AUTO_DENSITY,
     TOKENS_A_MEASUREMENT,
+    AutoState,
     GatedFFN,
     TwoMatrixFFN,
 )
@@ -75,29 +76,29 @@ def test_statistics(rng, path):
     assert statistics.nonzeros == np.count_nonzero(hidden)
     assert statistics.absolute_sum == pytest.approx(np.abs(hidden).sum())
     np.testing.assert_array_equal(statistics.fired, hidden.any(axis=0))
-    assert ffn.measured_density == pytest.approx(np.count_nonzero(hidden) / hidden.size)
+    assert statistics.density == pytest.approx(np.count_nonzero(hidden) / hidden.size)
 
 
 def test_auto_follows_the_measured_density(rng):
     x = make_input(rng, 50)
     ffn = make_layer(rng, True, "auto")
-    assert ffn.measured_density is None
+    assert ffn.auto_state.density is None
     paths = []
     for _ in range(2):
         ffn(x)
         paths.append(ffn.statistics.path)
-    assert ffn.measured_density < AUTO_DENSITY
+    assert ffn.auto_state.density < AUTO_DENSITY
     ffn.gate.value[:, 0] = 0  # half the neurons fire now
     for _ in range(2):
         ffn(x)
         paths.append(ffn.statistics.path)
-    assert ffn.measured_density > AUTO_DENSITY
+    assert ffn.auto_state.density > AUTO_DENSITY
     assert paths == ["dense", "twell", "twell", "dense"]
 
 
 def test_auto_takes_the_path_of_a_density_that_was_set(rng):
     ffn = make_layer(rng, True, "auto")
-    ffn.measured_density = 0.01
+    ffn.auto_state = AutoState(0.01)
     ffn(make_input(rng, 3))
     assert ffn.statistics.path == "twell"
 
@@ -109,16 +110,16 @@ def test_auto_measures_single_tokens_now_and_then(rng):
     ffn.gate.value[:, 0] = 9  # now every neuron fires
     for _ in range(TOKENS_A_MEASUREMENT + 1):
         ffn(make_input(rng, 1))
-        paths.append(ffn._last.path)
+        paths.append(ffn.statistics.path)
     assert paths == ["twell"] * TOKENS_A_MEASUREMENT + ["dense"]
 
 
 def test_no_token_leaves_the_measured_density(rng):
     ffn = make_layer(rng, True, "auto")
-    ffn.measured_density = 0.25
+    ffn.auto_state = AutoState(0.25)
     y, backprop = ffn(make_input(rng, 0))
     assert y.shape == backprop(y).shape == (0, WIDTH)
-    assert ffn.measured_density == 0.25
+    assert ffn.auto_state == AutoState(0.25)
 
 
 def test_wrong_arguments_are_refused(rng):

@@ -279,7 +279,7 @@ def test_a_state_that_lacks_something_is_refused(tmp_path, config):
         quiet_train(config, run, report=InterruptingReporter(1))
     path = RunFolder(run).checkpoint_path(1) / "training_state.json"
     state = json.loads(path.read_text())
-    for key in ("sampler", "revival", "dead_neurons", "ffn_density", "clocks", "step"):
+    for key in ("sampler", "revival", "dead_neurons", "ffn_auto", "clocks", "step"):
         path.write_text(json.dumps({name: state[name] for name in state if name != key}))
         with pytest.raises(TwellError, match="is damaged"):
             quiet_train(None, run, resume=True)

@@ -16,7 +16,17 @@ def bench() -> None:
     \b
     Example:
       twell bench ffn
+      twell bench formats
     """
+
+
+rounds_option = click.option(
+    "--rounds",
+    type=click.IntRange(20),
+    default=20,
+    show_default=True,
+    help="Timed calls of each path, in turn; their median counts.",
+)
 
 
 @bench.command("ffn")
@@ -34,13 +44,7 @@ def bench() -> None:
     show_default=True,
     help="Fraction of neurons that fire for a token; may be given several times.",
 )
-@click.option(
-    "--rounds",
-    type=click.IntRange(20),
-    default=20,
-    show_default=True,
-    help="Timed calls of each path, in turn; their median counts.",
-)
+@rounds_option
 @device_option
 @seed_option(0)
 @json_option
@@ -94,3 +98,86 @@ def bench_ffn(
                 for row in rows
             ],
         )
+
+
+@bench.command("formats")
+@click.option("--rows", type=click.IntRange(1), default=4096, show_default=True, help="M.")
+@click.option("--columns", type=click.IntRange(1), default=4096, show_default=True, help="K.")
+@click.option("--right-columns", type=click.IntRange(1), default=256, show_default=True, help="N.")
+@click.option(
+    "--density",
+    "densities",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(0.1, 0.01, 0.001),
+    show_default=True,
+    help="Fraction of nonzeros, and of nonzero blocks; may be given several times.",
+)
+@click.option(
+    "--block-size",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Rows and columns of a block of block-ELL.",
+)
+@rounds_option
+@device_option
+@seed_option(0)
+@json_option
+def bench_formats(
+    rows: int,
+    columns: int,
+    right_columns: int,
+    densities: tuple[float, ...],
+    block_size: int,
+    rounds: int,
+    device: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Time the products of every sparse format in float32, against SciPy and dense NumPy.
+
+    A is M x K and X has N columns; `sampled` is Y @ X.T at the entries of A, which SciPy has no
+    function for: the fastest of what its user can write is taken. For `from_dense`, NumPy's time is
+    that of a copy, so that the speed-up is the fraction of a copy's speed. Errors are norm-wise,
+    against float64.
+
+    \b
+    Example:
+      twell bench formats --density 0.05 --right-columns 64
+    """
+    from twell_numba.infer.benchmark_formats import ProductShape, benchmark_formats
+
+    measured: list[dict[str, Any]] = []
+    for density in densities:
+        shape = ProductShape(rows, columns, right_columns, density, block_size)
+        for part in benchmark_formats(shape, rounds, seed):
+            measured += part
+            if not as_json:
+                names = ", ".join(row["path"] for row in part)
+                note = f"measured: {part[0]['operation']} of {names} at density {density:g}"
+                click.echo(note, err=True)
+    if as_json:
+        click.echo(json.dumps(measured, indent=2))
+        return
+    click.echo(
+        f"A {rows} x {columns}, N = {right_columns}, float32, cpu; milliseconds, medians; "
+        "speed-ups over NumPy and SciPy"
+    )
+    print_table(
+        ("operation", "density", "format", "NumPy", "SciPy", "this", "/NumPy", "/SciPy", "error"),
+        [
+            (
+                row["operation"],
+                f"{row['density']:.4f}",
+                row["path"],
+                f"{row['dense_ms']:.3f}",
+                f"{row['scipy_ms']:.3f}",
+                f"{row['sparse_ms']:.3f}",
+                f"{row['speedup']:.2f}x",
+                f"{row['speedup_over_scipy']:.2f}x",
+                f"{row['max_relative_error']:.1e}",
+            )
+            for row in measured
+        ],
+    )

@@ -8,33 +8,51 @@ import click
 
 from twell_numba.cli.options import common_options, json_option
 from twell_numba.cli.text import bytes_text, print_histogram, print_table
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, UsageError
 
 
 @click.command("inspect")
 @click.argument("path", metavar="PATH")
+@click.option(
+    "--plot",
+    "picture",
+    metavar="FILE.png",
+    help="Also draw a saved matrix: its pattern and the lengths of its rows.",
+)
 @common_options
 @json_option
-def inspect(path: str, as_json: bool) -> None:
+def inspect(path: str, picture: str | None, as_json: bool) -> None:
     """Show what PATH holds: a run, a checkpoint, or a saved sparse matrix.
 
     \b
     Examples:
       twell inspect runs/tiny-1
       twell inspect activations.safetensors
+      twell inspect activations.safetensors --plot pattern.png
     """
+    if picture is not None and Path(picture).suffix.lower() != ".png":
+        raise UsageError(f"--plot {picture} given, a file name that ends in .png wanted")
     if not Path(path).exists():
         raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
     from twell_numba.infer import describe
 
     if Path(path).name == describe.WEIGHTS_NAME:
         path = str(Path(path).parent)
-    if Path(path).is_file():
+    is_matrix = Path(path).is_file()
+    if picture is not None and not is_matrix:
+        raise UsageError(f"--plot given, but {path} is no saved matrix; leave --plot out")
+    if is_matrix:
         description = describe.describe_matrix(path)
         show = _show_matrix
     else:
         description = describe.describe_checkpoint(path)
         show = _show_checkpoint
+    if picture is not None:
+        from twell_numba.formats import load
+        from twell_numba.infer.plot import plot_matrix
+
+        plot_matrix(load(path), picture)
+        click.echo(f"drawn: {picture}", err=True)
     if as_json:
         click.echo(json.dumps(description, indent=2))
     else:

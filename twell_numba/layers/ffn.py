@@ -62,6 +62,21 @@ class ActivationStatistics:
         return self.nonzeros / entries if entries else float("nan")
 
 
+class AutoState(NamedTuple):
+    """What ``auto`` chooses the next call's path by.
+
+    Attributes
+    ----------
+    density : float or None
+        Fraction of h that was not 0 when it was last measured; None before.
+    unmeasured_tokens : int
+        Tokens seen since then.
+    """
+
+    density: float | None = None
+    unmeasured_tokens: int = 0
+
+
 class _LastCall(NamedTuple):
     path: str
     activations: PackedActivations | DenseActivations
@@ -75,6 +90,12 @@ class FeedForward:
     parameters : list of Parameter
         The weights in the order the kernels take them, each of the same shape (F, D).
     path : {"auto", "dense", "twell"}
+
+    Attributes
+    ----------
+    auto_state : AutoState
+        Changed by calls on the path ``auto``. Who puts it back to what it was gets the same paths
+        again, and so the same rounding.
 
     Raises
     ------
@@ -98,8 +119,7 @@ class FeedForward:
         self.path = path
         self._last: _LastCall | None = None
         self._statistics: ActivationStatistics | None = None
-        self._density: float | None = None
-        self._unmeasured_tokens = 0
+        self.auto_state = AutoState()
 
     @property
     def path(self) -> str:
@@ -129,28 +149,9 @@ class FeedForward:
                 tokens, neurons, nonzeros, absolute_sum, fired, path
             )
             self._last = None
-            self._unmeasured_tokens = 0
-            if tokens:
-                self._density = self._statistics.density
         if self._statistics is None:
             raise RuntimeError("the FFN's statistics were asked for before its first call")
         return self._statistics
-
-    @property
-    def measured_density(self) -> float | None:
-        """Fraction of h that was not 0 in the last call with any token; None before the first.
-
-        ``auto`` decides by it. A run that resumes sets it to what it was, to take the same path.
-        """
-        if self._last is not None:
-            _ = self.statistics
-        return self._density
-
-    @measured_density.setter
-    def measured_density(self, density: float | None) -> None:
-        self._last = None
-        self._unmeasured_tokens = 0
-        self._density = density
 
     def __call__(
         self, x: np.ndarray, l1_scale: float = 0.0
@@ -165,7 +166,8 @@ class FeedForward:
         weights = [parameter.read_only for parameter in self._parameters]
         y, activations = forward(x, *weights)
         self._last = _LastCall(path, activations)
-        self._unmeasured_tokens += len(x)
+        if self.path == "auto":
+            self._measure(len(x))
 
         def backprop(dy: np.ndarray) -> np.ndarray:
             gradients = [parameter.grad_buffer() for parameter in self._parameters]
@@ -180,10 +182,15 @@ class FeedForward:
     def _choose_path(self) -> str:
         if self.path != "auto":
             return self.path
-        density = self._density
-        if density is None or self._unmeasured_tokens >= TOKENS_A_MEASUREMENT:
-            density = self.measured_density
+        density = self.auto_state.density
         return "twell" if density is not None and density < AUTO_DENSITY else "dense"
+
+    def _measure(self, tokens: int) -> None:
+        density, unmeasured_tokens = self.auto_state
+        unmeasured_tokens += tokens
+        if tokens and (density is None or unmeasured_tokens >= TOKENS_A_MEASUREMENT):
+            density, unmeasured_tokens = self.statistics.density, 0
+        self.auto_state = AutoState(density, unmeasured_tokens)
 
 
 class GatedFFN(FeedForward):

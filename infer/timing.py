@@ -1,0 +1,48 @@
+"""Times of calls that are compared with each other, in one process.
+
+Everything that is compared runs in turn, round after round, and the median over the rounds counts.
+Before each timed call there is a pause, so that no other library's idle threads still spin, and
+one call that is not timed, so that all find their operands and threads as they left them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+# Longer than OpenBLAS's idle threads spin after a call.
+PAUSE_SECONDS = 0.03
+
+
+def time_in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    prepare: Callable[[], object] | None = None,
+    pause: bool = True,
+) -> dict[str, float]:
+    """Return the median milliseconds of each call.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+    rounds : int
+        Timed calls of each.
+    prepare : callable, optional
+        Called before each timed call, outside the timing.
+    pause : bool
+        Whether to wait before each call until other libraries' threads sleep.
+    """
+    for call in calls.values():  # compilation, and what a call learns for the next
+        call()
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if pause:
+                time.sleep(PAUSE_SECONDS)
+            call()
+            if prepare is not None:
+                prepare()
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e3 * median(times) for name, times in seconds.items()}
