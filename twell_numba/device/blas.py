@@ -6,6 +6,7 @@ threads of :mod:`twell_numba.device.threads` with BLAS held to one thread, which
 against 4.7 ms for 1024 x 512 x 2048 on 2 cores) and leaves nothing spinning behind.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,8 +37,7 @@ def single_threaded_blas() -> Iterator[None]:
     with _lock:
         if _holders == 0:
             _previous_counts = [library.num_threads for library in libraries]
-            for library in libraries:
-                library.set_num_threads(1)
+            _set_threads([1] * len(libraries))
         _holders += 1
     try:
         yield
@@ -45,8 +45,7 @@ def single_threaded_blas() -> Iterator[None]:
         with _lock:
             _holders -= 1
             if _holders == 0:
-                for library, count in zip(libraries, _previous_counts, strict=True):
-                    library.set_num_threads(count)
+                _set_threads(_previous_counts)
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -96,3 +95,32 @@ def add_matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 @cache
 def _blas_libraries() -> list:
     return ThreadpoolController().select(user_api="blas").lib_controllers
+
+
+def _set_threads(counts: list[int]) -> None:
+    """Set each library's number of threads, from whichever thread this is.
+
+    threadpoolctl 3.8 lets only the first thread that sets OpenBLAS's number set it again, and
+    ignores all others without a word. The number is the process's, and this module's lock already
+    keeps threads apart, so that rule is lifted around each change.
+    """
+    for library, count in zip(_blas_libraries(), counts, strict=True):
+        lift_rule = getattr(library, "clear_controlling_thread", None)
+        if lift_rule is not None:
+            lift_rule(force=True)
+        library.set_num_threads(count)
+        if lift_rule is not None:
+            lift_rule(force=True)
+
+
+def _release_after_fork() -> None:
+    """A forked child has none of the threads that held BLAS in its parent."""
+    global _lock, _holders
+    _lock = threading.Lock()
+    if _holders:
+        _holders = 0
+        _set_threads(_previous_counts)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_after_fork)
