@@ -49,6 +49,19 @@ def test_one_token():
     assert all(row["max_relative_error"] < 1e-5 for row in rows)
 
 
+def test_no_neuron_firing_is_no_error():
+    rows = benchmark_ffn(FFNShape(1, 16, 40, 0.01), rounds=1, seed=0, backward=False)
+    assert rows[0]["nonzeros_per_token"] == 0
+    assert all(row["max_relative_error"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("density", ["nan", "0", "1", "-0.1"])
+def test_densities_that_are_refused(density):
+    result = CliRunner().invoke(twell, ["bench", "ffn", "--density", density])
+    assert result.exit_code == 2
+    assert density in result.stderr
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_command(as_json):
     sizes = ["--tokens", "8", "--width", "8", "--hidden-width", "40", "--density", "0.1"]

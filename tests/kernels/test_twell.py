@@ -251,6 +251,16 @@ def test_number_of_threads_changes_rounding_at_most(rng, threads):
     assert_close(gradients, wanted_gradients, np.float64)
 
 
+def test_hidden_never_computes_with_padding(rng):
+    x, gate, up, down = make_problem(rng, 60, 16, 70, 7, np.float32)
+    _, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, SLOTS)
+    padding = padding_of(packed)
+    packed.values[padding] = np.finfo(np.float32).max
+    packed.up_values[padding] = np.finfo(np.float32).max
+    wanted = np.maximum(x @ gate.T, 0) * (x @ up.T)
+    np.testing.assert_allclose(packed.hidden().to_dense(), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_statistics(rng, gated):
     x, gate, up, down = make_problem(rng, 60, 16, 70, 12)
@@ -282,5 +292,12 @@ def test_wrong_arguments_are_refused(rng):
     _, packed = cpu.ffn_forward(x, up, down)
     with pytest.raises(ValueError, match="down_grad"):
         cpu.ffn_backward(x, x, up, down, packed, 0.0, np.zeros_like(up), np.zeros_like(up).T)
+    gradients = np.zeros((2, *up.shape))
+    with pytest.raises(ValueError, match=r"activations of shape \(4, 40\) given, \(2, 40\) wanted"):
+        cpu.ffn_backward(x[:2], x[:2], up, down, packed, 0.0, *gradients)
+    with pytest.raises(TypeError, match="activations of type NoneType given"):
+        cpu.ffn_backward(x, x, up, down, None, 0.0, *gradients)
+    with pytest.raises(ValueError, match="one array given for several of up_grad, down_grad"):
+        cpu.ffn_backward(x, x, up, down, packed, 0.0, gradients[0], gradients[0])
     with pytest.raises(ValueError, match="dy of shape"):
         cpu.ffn_backward(x[:2], x, up, down, packed, 0.0, np.zeros_like(up), np.zeros_like(up))

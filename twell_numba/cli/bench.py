@@ -1,6 +1,7 @@
 """``twell bench``: times of the sparse paths against the dense alternative, in one process."""
 
 import json
+import math
 from typing import Any
 
 import click
@@ -20,6 +21,24 @@ def bench() -> None:
     """
 
 
+SIZE = click.IntRange(2, 2**20)
+
+
+class Density(click.FloatRange):
+    """A fraction between 0 and 1, neither included; NaN, which no comparison catches, refused."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, min_open=True, max_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        density = super().convert(value, param, ctx)
+        if math.isnan(density):
+            self.fail(f"{value!r} given; a number between 0 and 1 wanted", param, ctx)
+        return density
+
+
 rounds_option = click.option(
     "--rounds",
     type=click.IntRange(20),
@@ -30,15 +49,13 @@ rounds_option = click.option(
 
 
 @bench.command("ffn")
-@click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="M.")
-@click.option("--width", type=click.IntRange(2), default=512, show_default=True, help="D.")
-@click.option(
-    "--hidden-width", type=click.IntRange(2), default=2048, show_default=True, help="F, neurons."
-)
+@click.option("--tokens", type=SIZE, default=1024, show_default=True, help="M.")
+@click.option("--width", type=SIZE, default=512, show_default=True, help="D.")
+@click.option("--hidden-width", type=SIZE, default=2048, show_default=True, help="F, neurons.")
 @click.option(
     "--density",
     "densities",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=Density(),
     multiple=True,
     default=(0.01, 0.05, 0.5),
     show_default=True,
@@ -68,7 +85,10 @@ def bench_ffn(
     Example:
       twell bench ffn --density 0.01 --density 0.1
     """
+    from twell_numba.device.memory import keep_freed_memory
     from twell_numba.infer.benchmark import FFNShape, benchmark_ffn, benchmark_one_token
+
+    keep_freed_memory()  # as in training
 
     rows: list[dict[str, Any]] = []
     for density in densities:

@@ -1,6 +1,6 @@
 """Dense matrix products with NumPy's BLAS, in this package's own threads.
 
-After a multi-threaded call, a BLAS library's idle threads spin for a while (OpenBLAS: about 25 ms)
+After a multi-threaded call, a BLAS library's idle threads spin for a while (OpenBLAS: 105 ms)
 and slow down whatever runs next on their cores. So large products are split by rows over the
 threads of :mod:`twell_numba.device.threads` with BLAS held to one thread, which is as fast (4.8
 against 4.7 ms for 1024 x 512 x 2048 on 2 cores) and leaves nothing spinning behind.

@@ -59,7 +59,12 @@ class PackedActivations:
         """Return h: the pattern's values, times u in a gated layer."""
         if self.up_values is None or self.up_tail is None:
             return self.pattern()
-        return self._matrix(self.values * self.up_values, self.tail_values * self.up_tail)
+        # Padding may hold anything, and is left as it is: its product could overflow, or be NaN.
+        place_in_tile = np.arange(self.values.shape[1]) % self.slots
+        stored = place_in_tile < np.repeat(self.counts, self.slots, axis=1)
+        hidden = self.values.copy()
+        np.multiply(hidden, self.up_values, out=hidden, where=stored)
+        return self._matrix(hidden, self.tail_values * self.up_tail)
 
     def _matrix(self, values: np.ndarray, tail_values: np.ndarray) -> TwELLMatrix:
         tiles = (*self.counts.shape, self.slots)

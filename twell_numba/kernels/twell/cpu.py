@@ -31,6 +31,7 @@ packing: entry by entry 0.45; skipping 16 zeros at once 0.5; a vector comparison
 walked (here) 0.23.
 """
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -106,11 +107,11 @@ def gated_ffn_forward(
     activations : PackedActivations
         What :func:`gated_ffn_backward` needs.
     """
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    x, (gate_weight, up_weight, down_weight) = _check_arguments(x, weights)
+    x, gate_weight, up_weight, down_weight = _check_arguments(
+        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
+    )
     _require_tile(tile, slots)
-    rows, neurons = x.shape[0], gate_weight.shape[0]
-    packed = _allocate(rows, neurons, tile, slots, x.dtype)
+    packed = _allocate(x.shape[0], gate_weight.shape[0], tile, slots, x.dtype)
     packed.up_values = np.empty_like(packed.values)
     packed.up_tail = np.empty_like(packed.tail_values)
     y = np.empty_like(x)
@@ -167,10 +168,15 @@ def gated_ffn_backward(
     -------
     dx : ndarray, shape (M, D)
     """
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    x, (gate_weight, up_weight, down_weight) = _check_arguments(x, weights)
-    dy = _check_gradients(
-        dy, x, gate_weight, {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad}
+    x, gate_weight, up_weight, down_weight = _check_arguments(
+        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
+    )
+    dy = _check_backward(
+        dy,
+        x,
+        gate_weight,
+        activations,
+        {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad},
     )
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
@@ -243,8 +249,7 @@ def ffn_forward(
     Parameters and returns as :func:`gated_ffn_forward`, without the gate; the activations'
     ``values`` are h.
     """
-    weights = {"up_weight": up_weight, "down_weight": down_weight}
-    x, (up_weight, down_weight) = _check_arguments(x, weights)
+    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
     _require_tile(tile, slots)
     packed = _allocate(x.shape[0], up_weight.shape[0], tile, slots, x.dtype)
     y = np.empty_like(x)
@@ -274,9 +279,10 @@ def ffn_backward(
 
     Parameters and returns as :func:`gated_ffn_backward`, without the gate.
     """
-    weights = {"up_weight": up_weight, "down_weight": down_weight}
-    x, (up_weight, down_weight) = _check_arguments(x, weights)
-    dy = _check_gradients(dy, x, up_weight, {"up_grad": up_grad, "down_grad": down_grad})
+    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
+    dy = _check_backward(
+        dy, x, up_weight, activations, {"up_grad": up_grad, "down_grad": down_grad}
+    )
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
     d_up_values = np.empty_like(packed.values)
@@ -360,26 +366,44 @@ def activation_statistics(activations: PackedActivations) -> tuple[int, float, n
 # ---- Checks and allocation
 
 
-def _check_arguments(
-    x: np.ndarray, weights: dict[str, np.ndarray]
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    x, *arrays = float_inputs(x=x, **weights)
+def _check_arguments(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return x and the weights ready for a kernel; weights that are so already pass at once."""
+    x, *weights = float_inputs(**arrays)
     if x.ndim != 2:
         require_shape("x", x, ("M", "D"))
-    shape = (arrays[0].shape[0], x.shape[1])
-    for name, array in zip(weights, arrays, strict=True):
-        if array.shape != shape:
-            require_shape(name, array, shape)
-    return x, arrays
+    shape = (weights[0].shape[0], x.shape[1])
+    for name, weight in zip(list(arrays)[1:], weights, strict=True):
+        if weight.shape != shape:
+            require_shape(name, weight, shape)
+    return (x, *weights)
 
 
-def _check_gradients(
-    dy: np.ndarray, x: np.ndarray, weight: np.ndarray, gradients: dict[str, np.ndarray]
+def _check_backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    activations: PackedActivations,
+    gradients: dict[str, np.ndarray],
 ) -> np.ndarray:
     _, dy = float_inputs(x=x, dy=dy)
     require_shape("dy", dy, x.shape)
+    if not isinstance(activations, PackedActivations):
+        raise TypeError(
+            f"activations of type {type(activations).__name__} given, those that the forward pass "
+            "returned wanted"
+        )
+    if activations.shape != (x.shape[0], weight.shape[0]):
+        raise ValueError(
+            f"activations of shape {activations.shape} given, {(x.shape[0], weight.shape[0])} "
+            "wanted: those that the forward pass returned for this x"
+        )
     for name, gradient in gradients.items():
         require_in_place(name, gradient, weight.shape, x.dtype)
+    for pair in itertools.combinations(gradients.values(), 2):
+        if np.may_share_memory(*pair):
+            raise ValueError(
+                f"one array given for several of {', '.join(gradients)}, one each wanted"
+            )
     return dy
 
 
