@@ -12,6 +12,7 @@ from twell_numba import formats
 from twell_numba.errors import TwellError
 from twell_numba.formats.tensor_file import open_tensor_file
 from twell_numba.models.checkpoint import WEIGHTS_NAME, load_config, resolve_checkpoint
+from twell_numba.models.reading import is_file, require_readable, unreadable
 from twell_numba.models.transformer import Transformer
 
 OPTIMIZER_NAME = "optimizer.safetensors"
@@ -37,7 +38,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises
     ------
     TwellError
-        If there is no checkpoint, or a file is truncated or of another kind.
+        If there is no checkpoint, or a file cannot be read, is truncated or of another kind.
     """
     folder = resolve_checkpoint(path)
     config = load_config(folder)
@@ -50,7 +51,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
         "step": step,
-        "resumable": step is not None and (folder / OPTIMIZER_NAME).is_file(),
+        "resumable": step is not None and is_file(folder / OPTIMIZER_NAME),
     }
 
 
@@ -69,6 +70,7 @@ def describe_matrix(path: str | os.PathLike[str]) -> dict[str, Any]:
     TwellError
         If the file is missing, truncated, or holds no sparse matrix.
     """
+    require_readable(Path(path))
     matrix = formats.load(path)
     rows, _, values = matrix.coordinates()
     nonzero_rows = rows[values != 0]  # NaN is not zero
@@ -119,6 +121,7 @@ def row_length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _tensor_headers(path: Path) -> list[dict[str, Any]]:
+    require_readable(path)
     with open_tensor_file(path) as file:
         return [
             {
@@ -139,11 +142,13 @@ def _bits_of_dtype(name: str) -> int:
 
 
 def _training_step(path: Path) -> int | None:
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TwellError(
             f"{path} is damaged ({error}); the weights beside it can still be used without it"
         ) from error

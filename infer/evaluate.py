@@ -5,6 +5,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from twell_numba.errors import TwellError
 from twell_numba.kernels.cross_entropy import cross_entropy
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
@@ -79,6 +80,22 @@ def evaluate(
         dead_neuron_fraction=float(1 - fired.mean()),
         ffn_weight_sparsity=ffn_weight_sparsity(model),
     )
+
+
+def require_finite_weights(model: Transformer) -> None:
+    """Refuse a model of which some weights are NaN or infinite: what it gives means nothing.
+
+    Raises
+    ------
+    TwellError
+        One line naming the first parameter with such weights.
+    """
+    for name, parameter in model.parameters().items():
+        if not np.isfinite(parameter.value).all():
+            raise TwellError(
+                f"{name} of the model holds weights that are not finite: the model has diverged, "
+                f"use an earlier checkpoint"
+            )
 
 
 def perplexity(loss: float) -> float:

@@ -1,6 +1,17 @@
-"""Bytes to text as they come, never half a character."""
+"""Bytes to text as they come, never half a character; and text that a terminal can be shown."""
 
 import codecs
+
+# C0 and C1 controls and DEL. A terminal acts on them: it moves the cursor, or takes what follows
+# for a command.
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters, but line breaks and tabs, written as ``\x1b``."""
+    return text.translate(_CONTROLS)
 
 
 class TextStream:

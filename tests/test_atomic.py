@@ -3,7 +3,9 @@
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +80,46 @@ def test_full_disk_is_one_line_and_harms_nothing(
     assert "\n" not in str(caught.value)
     assert names(tmp_path) == ["step-1"]
     assert names(folder) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "free some space or name another place"),
+        (getattr(errno, "EDQUOT", errno.ENOSPC), "free some space or name another place"),
+        (errno.EACCES, "get permission to write there or name another place"),
+        (errno.EROFS, "get permission to write there or name another place"),
+        (errno.ENAMETOOLONG, "give it a shorter name"),
+        (errno.EIO, "check the disk or name another place"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_file_atomically, write_folder_atomically])
+def test_advice_fits_the_error_and_the_temporary_name_is_not_shown(
+    tmp_path: Path, write: Callable[..., Any], code: int, advice: str
+) -> None:
+    with pytest.raises(TwellError) as caught, write(tmp_path / "name") as temporary:
+        raise OSError(code, os.strerror(code), str(temporary))
+    assert str(caught.value) == (
+        f"cannot write {tmp_path / 'name'}: {os.strerror(code)}; what was there before is "
+        f"unchanged, {advice}"
+    )
+
+
+def test_an_error_in_a_librarys_words_is_understood(tmp_path: Path) -> None:
+    with pytest.raises(TwellError) as caught, write_file_atomically(tmp_path / "name") as temporary:
+        raise OSError(f"I/O error: {temporary}: {os.strerror(errno.ENOSPC)} (os error 28)")
+    assert str(caught.value).endswith("free some space or name another place")
+    assert temporary.name not in str(caught.value)
+
+
+def test_an_error_of_a_file_in_a_temporary_folder_names_where_it_was_to_be(tmp_path: Path) -> None:
+    with (
+        pytest.raises(TwellError, match=r"step-1/weights: No space left") as caught,
+        write_folder_atomically(tmp_path / "step-1") as folder,
+        write_file_atomically(folder / "weights"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert f"cannot write {tmp_path / 'step-1' / 'weights'}: " in str(caught.value)
 
 
 def test_failed_last_rename_puts_the_previous_folder_back(

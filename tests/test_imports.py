@@ -107,6 +107,7 @@ def test_every_source_file_belongs_to_a_part() -> None:
     elsewhere = set((REPOSITORY / "twell_numba").rglob("*.py")) - files
     assert {path.name for path in elsewhere} == {
         "__init__.py",
+        "__main__.py",
         "atomic.py",
         "errors.py",
         "strict_json.py",

@@ -15,13 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.config import ModelConfig
+from twell_numba.models.config import ModelConfig, shown
 from twell_numba.train.presets import PRESETS
 
 DEFAULT_PRESET = "tiny"
 FFN_PATHS = ("auto", "dense", "twell")
 TOKENIZERS = ("byte", "bpe")
 BYTE_VOCAB_SIZE = 256
+LARGEST_BPE_VOCAB_SIZE = 1 << 20
+
+# TOML's whole numbers have 64 bits.
+_WHOLE_NUMBERS = range(-(2**63), 2**63)
+# More trains nothing: weights, moments or gradients would soon be beyond float32, or the numbers of
+# a batch beyond any memory.
+_LARGEST = {
+    "batch_size": 1 << 16,
+    "gradient_accumulation": 1 << 16,
+    "learning_rate": 100.0,
+    "adam_eps": 1.0,
+    "weight_decay": 1000.0,
+    "gradient_clip": 1e9,
+    "l1_activation": 1000.0,
+}
+_SMALLEST_ADAM_EPS = 1e-30  # what is much smaller is 0 in float32
 
 
 def _setting(default: Any, section: str, meaning: str) -> Any:
@@ -153,6 +169,13 @@ class TrainConfig:
         for name in ("learning_rate", "adam_eps"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)} given, a number above 0 wanted")
+        if self.adam_eps < _SMALLEST_ADAM_EPS:
+            raise UsageError(
+                f"adam_eps={self.adam_eps} given, at least {_SMALLEST_ADAM_EPS:g} wanted"
+            )
+        for name, largest in _LARGEST.items():
+            if getattr(self, name) > largest:
+                raise UsageError(f"{name}={getattr(self, name)} given, at most {largest:g} wanted")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(
@@ -166,16 +189,13 @@ class TrainConfig:
         for name, choices in (("ffn_path", FFN_PATHS), ("tokenizer", TOKENIZERS)):
             if getattr(self, name) not in choices:
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} given, one of {', '.join(choices)} wanted"
+                    f"{name}={shown(getattr(self, name))} given, one of {', '.join(choices)} wanted"
                 )
-        if self.tokenizer == "bpe" and self.bpe_vocab_size <= BYTE_VOCAB_SIZE:
-            raise UsageError(
-                f"bpe_vocab_size={self.bpe_vocab_size} given, more than {BYTE_VOCAB_SIZE} wanted: "
-                f"every byte has an id of its own, so that any text can be encoded"
-            )
+        if self.tokenizer == "bpe":
+            require_bpe_vocab_size(self.bpe_vocab_size)
         for name, description in _FIELDS.items():
             if description.type is str and not _is_unicode(getattr(self, name)):
-                raise UsageError(f"{name}={getattr(self, name)!r} given, valid Unicode wanted")
+                raise UsageError(f"{name}={shown(getattr(self, name))} given, valid Unicode wanted")
         if not self.data:
             raise UsageError("data='' given; stdlib, a file, a folder or a prepared .bin wanted")
         if not self.sample_prompt:
@@ -266,6 +286,24 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
     return changed
 
 
+def require_bpe_vocab_size(size: int) -> None:
+    """Refuse a number of token ids that no byte-pair encoding is trained to.
+
+    Raises
+    ------
+    UsageError
+    """
+    if size <= BYTE_VOCAB_SIZE:
+        raise UsageError(
+            f"bpe_vocab_size={shown(size)} given, more than {BYTE_VOCAB_SIZE} wanted: "
+            f"every byte has an id of its own, so that any text can be encoded"
+        )
+    if size > LARGEST_BPE_VOCAB_SIZE:
+        raise UsageError(
+            f"bpe_vocab_size={shown(size)} given, at most {LARGEST_BPE_VOCAB_SIZE} wanted"
+        )
+
+
 def require_resumable(recorded: TrainConfig, config: TrainConfig) -> None:
     """Refuse to resume a run with settings that it was not begun with.
 
@@ -311,12 +349,17 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte order mark, which TOML does not have.
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise TwellError(f"no config file {file}; give the path of a TOML file") from None
     except OSError as error:
-        raise TwellError(f"cannot read config file {file}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TwellError(
+            f"cannot read config file {file}: {error.strerror or error}; "
+            f"give a TOML file that can be read"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        # Beside what is not TOML: a number of thousands of digits, and what is nested too deeply.
         raise TwellError(
             f"{file} is not a TOML file ({error}); lines like 'steps = 1000' are wanted"
         ) from error
@@ -341,22 +384,36 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, written = text.partition("=")
     key, written = key.strip(), written.strip()
     if not equals:
-        raise UsageError(f"{text!r} given, key=value wanted, as in steps=1000")
+        raise UsageError(f"{shown(text)} given, key=value wanted, as in steps=1000")
     _require_known(key)
     if _FIELDS[key].type is str:
         return key, _unquoted(written)
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = _toml_value_of(written)
+    except ValueError:
         value = written
     return key, _require_type(key, value)
+
+
+def _toml_value_of(written: str) -> Any:
+    """Return a value written as in TOML; what is not TOML is a ValueError."""
+    try:
+        table = tomllib.loads(f"value = {written}")
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if table.keys() != {"value"}:
+        raise UsageError(
+            f"{shown(written)} given as one value, but it holds more settings; "
+            f"give each a --set of its own"
+        )
+    return table["value"]
 
 
 def _unquoted(written: str) -> str:
     if written[:1] in ("'", '"'):
         try:
-            return str(tomllib.loads(f"value = {written}")["value"])
-        except tomllib.TOMLDecodeError:
+            return str(_toml_value_of(written))
+        except ValueError:
             return written
     return written
 
@@ -369,17 +426,19 @@ def _require_known(key: str) -> None:
 def _unknown(kind: str, given: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(given, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"no {kind} is called {given!r}; {hint}"
+    return f"no {kind} is called {shown(given)}; {hint}"
 
 
 def _require_type(key: str, value: Any) -> Any:
     """Return ``value`` as its field's type; a whole number will do for a float."""
     wanted: Any = _FIELDS[key].type
+    if isinstance(value, int) and value not in _WHOLE_NUMBERS:
+        raise UsageError(f"{key}={shown(value)} given, a number that fits 64 bits wanted")
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not wanted:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-        raise UsageError(f"{key}={value!r} given, {words[wanted]} wanted")
+        raise UsageError(f"{key}={shown(value)} given, {words[wanted]} wanted")
     if wanted is float and not math.isfinite(value):
         raise UsageError(f"{key}={value!r} given, a finite number wanted")
     return value

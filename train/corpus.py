@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from twell_numba.errors import TwellError
+from twell_numba.models.reading import exists, is_file, is_folder, unreadable
 from twell_numba.models.tokenizer import ByteTokenizer, TextTokenizer
 
 STDLIB = "stdlib"
@@ -86,7 +87,24 @@ class TokenCorpus:
 
 def absolute_source(source: str) -> str:
     """Return a source that means the same from every working directory."""
-    return source if source == STDLIB else str(Path(source).expanduser().absolute())
+    return source if source == STDLIB else str(source_path(source).absolute())
+
+
+def source_path(source: str | os.PathLike[str]) -> Path:
+    """Return a source's path, with the home folder for a ``~`` or ``~user`` that it begins with.
+
+    Raises
+    ------
+    TwellError
+        If there is no such user.
+    """
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise TwellError(
+            f"{os.fspath(source)} given, but nobody's home folder is {Path(source).parts[0]}; "
+            f"write the path without ~"
+        ) from None
 
 
 def load_text(source: str) -> TextCorpus:
@@ -99,12 +117,12 @@ def load_text(source: str) -> TextCorpus:
     """
     if source == STDLIB:
         return _load_stdlib(Path(sysconfig.get_path("stdlib")))
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = source_path(source)
+    if is_folder(path):
         return _load_folder(path)
-    if path.is_file():
+    if is_file(path):
         return _load_file(path)
-    if path.exists():
+    if exists(path):
         raise TwellError(f"data {source} is neither a file nor a folder; give one of them")
     raise TwellError(f"no data at {source}; give stdlib, or a file or folder that exists")
 
@@ -155,7 +173,8 @@ def decode_document(document: bytes) -> str:
 
 def _load_stdlib(root: Path) -> TextCorpus:
     # Files named in one order on every machine, whatever order the file system lists them in.
-    files = [path for path in _walk(root, skip_folders=_NOT_LIBRARY_SOURCE) if path.suffix == ".py"]
+    paths = _walk(root, skip_folders=_NOT_LIBRARY_SOURCE) if is_folder(root) else iter(())
+    files = [path for path in paths if path.suffix == ".py"]
     documents = {path: _as_document(_read(root / path)) for path in files}
     documents = {path: document for path, document in documents.items() if document}
     if not documents:
@@ -178,7 +197,10 @@ def _load_folder(root: Path) -> TextCorpus:
         elif content:
             documents[path] = _as_document(content)
     if not documents:
-        found = f"{skipped} files, none of them UTF-8 text" if skipped else "no text"
+        found = "no text"
+        if skipped:
+            found = "1 file, which is not" if skipped == 1 else f"{skipped} files, none of them"
+            found += " UTF-8 text"
         raise TwellError(f"folder {root} holds {found}; give a folder with text files in it")
     training, validation = _hold_out(documents)
     return TextCorpus(str(root), len(documents), training, validation, skipped)
@@ -195,14 +217,21 @@ def _load_file(path: Path) -> TextCorpus:
 
 
 def _walk(root: Path, skip_folders: frozenset[str]) -> Iterator[Path]:
-    """Yield paths relative to ``root`` of all files that are not hidden, sorted."""
+    """Yield paths relative to ``root`` of all files that are not hidden, sorted.
+
+    A folder that cannot be listed is an error: its text would be missing without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename or root, error) from error
+
     found = []
-    for parent, folders, names in os.walk(root):
+    for parent, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [
             name for name in folders if name not in skip_folders and not name.startswith(".")
         ]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
-    relative = [path.relative_to(root) for path in found if path.is_file()]
+    relative = [path.relative_to(root) for path in found if is_file(path)]
     return iter(sorted(relative, key=Path.as_posix))
 
 
@@ -210,9 +239,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise TwellError(
-            f"cannot read {path}: {error.strerror or error}; make it readable or leave it out"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _is_text(content: bytes) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from twell_numba.errors import TwellError
+from twell_numba.models.reading import is_file, is_folder
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import validation_windows
@@ -69,7 +70,7 @@ def _settings_around(path: Path) -> TrainConfig | None:
     path = path.resolve()
     for folder in (path, path.parent, path.parent.parent):
         run = RunFolder(folder)
-        if run.config_path.is_file() and run.checkpoints_path.is_dir():
+        if is_file(run.config_path) and is_folder(run.checkpoints_path):
             return run.read_config()
     return None
 

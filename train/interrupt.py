@@ -1,13 +1,16 @@
 """Being asked to stop: finish the step, save, and say how to go on.
 
-Ctrl-C (SIGINT) and SIGTERM, which batch systems and ``kill`` send, do the same; the exit code is
-that of a program ended by the signal, 130 or 143. A second Ctrl-C stops at once. A second SIGTERM
-does not: some senders, such as ``timeout``, send it twice.
+Ctrl-C (SIGINT), SIGTERM, which batch systems and ``kill`` send, and SIGHUP, which a terminal sends
+when it closes, do the same; the exit code is that of a program ended by the signal: 130, 143 or
+129. A second Ctrl-C stops at once. A second SIGTERM does not: some senders, such as ``timeout``,
+send it twice. A signal that the program was started to ignore, as by ``nohup``, stays ignored.
 """
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -17,6 +20,8 @@ _NOTICES: dict[int, bytes] = {
     signal.SIGINT: b"\nfinishing this step, then saving; Ctrl-C again stops at once\n",
     signal.SIGTERM: b"\nasked to terminate: finishing this step, then saving\n",
 }
+if sys.platform != "win32":
+    _NOTICES[signal.SIGHUP] = b"\nthe terminal was closed: finishing this step, then saving\n"
 
 
 class Interrupted(TwellError):
@@ -28,7 +33,7 @@ class Interrupted(TwellError):
 
 
 class InterruptFlag:
-    """In its ``with`` block, notes a first Ctrl-C or SIGTERM instead of being ended by it.
+    """In its ``with`` block, notes a first signal to stop instead of being ended by it.
 
     A Ctrl-C after that raises KeyboardInterrupt. Signals belong to the main thread; in another one,
     nothing is changed.
@@ -51,6 +56,8 @@ class InterruptFlag:
     def __enter__(self) -> "InterruptFlag":
         if threading.current_thread() is threading.main_thread():
             for number in _NOTICES:
+                if signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -63,7 +70,16 @@ class InterruptFlag:
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if not self.is_set:
             self.signal_number = signal_number
-            # Not print: the signal may have come in the middle of another write to that stream.
-            os.write(2, _NOTICES[signal_number])
+            _notify(_NOTICES[signal_number])
         elif signal_number == signal.SIGINT:
             raise KeyboardInterrupt
+
+
+def _notify(notice: bytes) -> None:
+    """Write to stderr if that can be done: a step that ends in an error would not be saved."""
+    stream = sys.__stderr__
+    if stream is None or stream.closed:
+        return  # its descriptor may belong to another file by now
+    with suppress(OSError):
+        # Not print: the signal may have come in the middle of another write to that stream.
+        os.write(2, notice)

@@ -23,7 +23,14 @@ from twell_numba.models.cache import KVCache
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import validation_windows
-from twell_numba.train.checkpoints import load_checkpoint_model, restore, write_checkpoint
+from twell_numba.train.checkpoints import (
+    CLOCK_NAMES,
+    load_checkpoint_model,
+    read_state,
+    restore,
+    settings_of,
+    write_checkpoint,
+)
 from twell_numba.train.config import TrainConfig, require_resumable
 from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
@@ -50,8 +57,9 @@ def train(
     Parameters
     ----------
     config : TrainConfig or None
-        None, in a resumed run, stands for the run's own settings. Of those, the number of steps and
-        what concerns reports may be changed; the run's ``config.toml`` then follows.
+        None, in a resumed run, stands for the run's own settings. Of those, the number of steps,
+        the place of the data and what concerns reports may be changed; the run's ``config.toml``
+        then follows. All others must be those that the checkpoint was trained with.
     run_folder : path
         Must be new, or with ``resume`` hold a run with a checkpoint.
     resume : bool
@@ -71,17 +79,16 @@ def train(
         If the data, the settings or the folder cannot be used, another process is training the run,
         or a number is no longer finite.
     Interrupted
-        After a Ctrl-C or SIGTERM, once the step is finished and saved.
+        After a Ctrl-C, SIGTERM or SIGHUP, once the step is finished and saved.
     """
     run = RunFolder(run_folder)
     if resume:
-        recorded = run.read_config()
-        config = config or recorded
-        require_resumable(recorded, config)
+        run.require()
+        config = config or run.read_config()
     elif config is None:
         raise UsageError("no settings given, a TrainConfig wanted for a new run")
     else:
-        run.refuse_existing()
+        run.require_new()
     config.validate()
     # Absolute, so that the run can be resumed from another directory.
     config = dataclasses.replace(config.filled_in(), data=absolute_source(config.data))
@@ -98,8 +105,8 @@ class _Run:
         self.reporter = reporter
         self.started = time.monotonic()
         self.saved_step: int | None = None
-        # Sums over all sessions: wall time, and steps whose speed counts.
-        self.clocks = {"seconds": 0.0, "timed_tokens": 0.0, "timed_seconds": 0.0}
+        # Without this session's wall time, which is added when it is asked for.
+        self.clocks = dict.fromkeys(CLOCK_NAMES, 0.0)
         self.recent_ends: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.unlogged_tokens = 0
         self.unlogged_seconds = 0.0
@@ -110,11 +117,9 @@ class _Run:
     def _start(self) -> dict[str, Any]:
         self._begin()
         self._compile()
-        with InterruptFlag() as interrupt:
-            # Only now, so that a run that cannot start leaves no folder.
-            self.run.create(self.config)
-            with self.run.lock():
-                return self._train(interrupt)
+        # Only now is the folder made, so that a run that cannot start leaves none.
+        with InterruptFlag() as interrupt, self.run.new(self.config), self.run.lock():
+            return self._train(interrupt)
 
     def _resume(self) -> dict[str, Any]:
         with self.run.lock():
@@ -140,19 +145,29 @@ class _Run:
         self._report_start()
 
     def _load(self) -> None:
-        step, self.checkpoint = self.run.latest_checkpoint()
+        step, checkpoint = self.run.latest_checkpoint()
+        state = read_state(checkpoint, step)
+        self._require_settings(settings_of(checkpoint, state))
         if step >= self.config.steps:
             raise TwellError(
                 f"{self.run.path} has finished its {self.config.steps} steps; "
                 f"to train on, set more steps than {step}, or start a new run"
             )
-        model, tokenizer = load_checkpoint_model(self.checkpoint, self.config.ffn_path)
+        model, tokenizer = load_checkpoint_model(checkpoint, self.config)
         self.corpus = load_corpus(self.config, tokenizer)
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus, model)
-        restore(self.checkpoint, self.trainer, self.corpus)
+        self.clocks = restore(checkpoint, state, self.trainer, self.corpus)
         self.saved_step = step
         self._report_start()
+
+    def _require_settings(self, trained_with: TrainConfig) -> None:
+        try:
+            require_resumable(trained_with, self.config)
+        except UsageError as error:
+            raise UsageError(
+                f"{error} (settings come from {self.run.config_path}, then from --set)"
+            ) from None
 
     def _reopen_folder(self) -> None:
         """Take back what the run had written after its checkpoint; it is written anew."""
@@ -310,7 +325,7 @@ class _Run:
             kept = "no checkpoint had been saved yet"
         else:
             kept = f"the last good checkpoint is {self.run.checkpoint_path(self.saved_step)}"
-        return TwellError(f"{error}; {kept}; try a lower learning_rate or a longer warm-up")
+        return TwellError(f"{error}; {kept}; {error.advice}")
 
     def _finish(self, evaluation: Evaluation) -> dict[str, Any]:
         timed_seconds = self.clocks["timed_seconds"]

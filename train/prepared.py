@@ -26,8 +26,10 @@ import numpy as np
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
+from twell_numba.models.reading import exists, is_file, unreadable
 from twell_numba.models.tokenizer import TextTokenizer, load_tokenizer
-from twell_numba.train.corpus import TokenCorpus, load_text, token_dtype, tokenize
+from twell_numba.train.config import require_bpe_vocab_size
+from twell_numba.train.corpus import TokenCorpus, load_text, source_path, token_dtype, tokenize
 from twell_numba.train.tokenizer import make_tokenizer
 
 SUFFIX = ".bin"
@@ -71,12 +73,16 @@ def prepare(
     ------
     TwellError
         If the source cannot be used, or the destination exists or cannot be written.
+    UsageError
+        If ``bpe_vocab_size`` is out of range.
     """
     path = Path(destination)
     if path.suffix != SUFFIX:
         raise TwellError(f"{path} given, a name that ends in {SUFFIX} wanted")
     if path.exists():
         raise TwellError(f"{path} exists already; delete it or name another file")
+    if tokenizer == "bpe":
+        require_bpe_vocab_size(bpe_vocab_size)
     text = load_text(source)
     corpus = tokenize(text, make_tokenizer(tokenizer, text, bpe_vocab_size))
     write_prepared(path, corpus)
@@ -126,12 +132,15 @@ def write_prepared(path: str | os.PathLike[str], corpus: TokenCorpus) -> None:
 def open_prepared(path: str | os.PathLike[str]) -> TokenCorpus:
     """Map a prepared file's tokens into memory, read-only.
 
+    Held-out tokens, a twentieth of the file, are read once to check them; training tokens are left
+    to who draws them.
+
     Raises
     ------
     TwellError
-        If the file is missing, truncated, or not a prepared file.
+        If the file is missing, truncated, damaged, or not a prepared file.
     """
-    file = Path(path)
+    file = source_path(path)
     header, offset = _read_header(file)
     dtype = np.dtype(header["dtype"]).newbyteorder("<")
     count = header["training_tokens"] + header["validation_tokens"]
@@ -143,13 +152,15 @@ def open_prepared(path: str | os.PathLike[str]) -> TokenCorpus:
             f"make it again with 'twell data prepare'"
         )
     tokens = np.memmap(file, dtype, "r", offset, (count,)) if count else np.empty(0, dtype)
+    validation = tokens[header["training_tokens"] :]
+    _require_known_tokens(file, validation, header["vocab_size"])
     return TokenCorpus(
         name=header["name"],
         files=header["files"],
         byte_count=header["bytes"],
-        tokenizer=_tokenizer_from_json(file, header["tokenizer"]),
+        tokenizer=_tokenizer_from_json(file, header["tokenizer"], header["vocab_size"]),
         training=tokens[: header["training_tokens"]],
-        validation=tokens[header["training_tokens"] :],
+        validation=validation,
     )
 
 
@@ -162,7 +173,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         As :func:`open_prepared`.
     """
     open_prepared(path)
-    header, _ = _read_header(Path(path))
+    header, _ = _read_header(source_path(path))
     del header["tokenizer"]
     return {"path": str(path)} | header
 
@@ -175,6 +186,12 @@ def _tokens_offset(header_length: int) -> int:
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the checked header and where the tokens begin."""
     foreign = f"{path} is not a file made by 'twell data prepare'"
+    if exists(path) and not is_file(path):
+        # Opening a pipe would wait for somebody to write into it.
+        raise TwellError(
+            f"cannot read {path}: it is not a regular file, and a name that ends in {SUFFIX} "
+            f"stands for one made by 'twell data prepare'; make one, or use another name"
+        )
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -185,7 +202,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     except FileNotFoundError:
         raise TwellError(f"no prepared data at {path}; make it with 'twell data prepare'") from None
     except OSError as error:
-        raise TwellError(f"cannot read {path}: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     header = _parsed(written) if len(written) == length else {}
     if not _is_header(header):
         raise TwellError(
@@ -202,7 +219,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 def _parsed(written: bytes) -> dict[str, Any]:
     try:
         content = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -218,6 +235,17 @@ def _is_header(header: dict[str, Any]) -> bool:
     )
 
 
+def _require_known_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    if vocab_size > np.iinfo(tokens.dtype).max or not len(tokens):
+        return  # whatever the file holds is an id
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        raise TwellError(
+            f"{path} holds token {largest} in its held-out part, ids below the vocabulary's "
+            f"{vocab_size} wanted: it is damaged, make it again with 'twell data prepare'"
+        )
+
+
 def same_tokenizer(first: TextTokenizer, second: TextTokenizer) -> bool:
     """Say whether two tokenizers give the same ids, as their ``tokenizer.json`` is the same."""
     return _tokenizer_json(first) == _tokenizer_json(second)
@@ -229,10 +257,16 @@ def _tokenizer_json(tokenizer: TextTokenizer) -> str:
         return Path(folder, "tokenizer.json").read_text(encoding="utf-8")
 
 
-def _tokenizer_from_json(path: Path, text: str) -> TextTokenizer:
+def _tokenizer_from_json(path: Path, text: str, vocab_size: int) -> TextTokenizer:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
+        Path(folder, "tokenizer.json").write_text(text, encoding="utf-8", errors="replace")
         try:
-            return load_tokenizer(Path(folder))
+            tokenizer = load_tokenizer(Path(folder))
         except TwellError as error:
             raise TwellError(f"{path} holds a damaged tokenizer: {error}") from error
+    if tokenizer.vocab_size != vocab_size:
+        raise TwellError(
+            f"{path} has a damaged header: a vocabulary of {vocab_size} recorded, a tokenizer of "
+            f"{tokenizer.vocab_size} found; make it again with 'twell data prepare'"
+        )
+    return tokenizer

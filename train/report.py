@@ -9,8 +9,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from twell_numba.train.config import TrainConfig
 
@@ -51,11 +51,54 @@ class Reporter:
         """Show one line."""
 
 
+class LastingStream:
+    """A text stream that never fails: once the one under it has, what is written is dropped.
+
+    A run must not end because its terminal was closed, or the disk of its log is full.
+
+    Parameters
+    ----------
+    stream : text stream or None
+        None, as ``sys.stderr`` is where it was closed when Python started, takes nothing.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the stream underneath."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream underneath."""
+        self._attempt(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        """Whether the stream underneath is a terminal."""
+        return self._attempt(lambda stream: stream.isatty()) is True
+
+    def _attempt(self, use: Callable[[TextIO], Any]) -> Any:
+        stream = self._stream
+        if stream is None:
+            return None
+        try:
+            return use(stream)
+        except (OSError, ValueError):  # ValueError: it was closed from within
+            self._stream = None
+            return None
+
+
 class PlainReporter(Reporter):
     """Writes plain lines, not more than one every few seconds while steps go by."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = LastingStream(stream or sys.stderr)
         self._steps = 0
         self._last_line = float("-inf")
 
@@ -98,7 +141,8 @@ class LiveReporter(Reporter):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.text import Text
 
-        self._console = Console(file=stream or sys.stderr, highlight=False)
+        lasting = cast(TextIO, LastingStream(stream or sys.stderr))
+        self._console = Console(file=lasting, highlight=False)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -155,12 +199,15 @@ class LiveReporter(Reporter):
 def reporter_for(stream: TextIO | None = None) -> Reporter:
     """Return a live reporter if the stream (stderr) is a terminal, a plain one otherwise."""
     stream = stream or sys.stderr
-    return LiveReporter(stream) if stream.isatty() else PlainReporter(stream)
+    is_terminal = LastingStream(stream).isatty()
+    return LiveReporter(stream) if is_terminal else PlainReporter(stream)
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Print a finished run's figures to a stream, stdout if none is given."""
     stream = stream or sys.stdout
+    if stream is None:  # it was closed when Python started
+        return
     rows = summary_table(summary)
     if stream.isatty():
         from rich.console import Console

@@ -11,10 +11,14 @@
 """
 
 import contextlib
+import dataclasses
+import errno
 import json
 import os
 import re
+import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +41,7 @@ class RunFolder:
     Parameters
     ----------
     path : path
-        Need not exist yet; see :meth:`create` and :meth:`require`.
+        Need not exist yet; see :meth:`new` and :meth:`require`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,22 +60,36 @@ class RunFolder:
         ------
         TwellError
         """
-        try:
-            taken = os.path.lexists(self.path) and not (
-                self.path.is_dir() and not any(self.path.iterdir())
-            )
-        except OSError as error:
-            raise _named(error, self.path) from error
-        if taken:
-            hint = (
-                f"go on with it by 'twell train --resume {self.path}'"
-                if self.config_path.is_file()
-                else "it is left as it is"
-            )
-            raise TwellError(f"{self.path} exists already; name another run folder ({hint})")
+        with _named_errors(self.path):
+            if not os.path.lexists(self.path):
+                return
+            if self.path.is_dir() and not any(self.path.iterdir()):
+                return
+            hint = self._what_stands_there()
+        raise TwellError(f"{self.path} exists already; name another run folder ({hint})")
 
-    def create(self, config: TrainConfig) -> None:
-        """Make the folder and write the settings into it.
+    def require_new(self) -> None:
+        """Refuse a path at which no new run can be made; leaves everything as it is.
+
+        Raises
+        ------
+        TwellError
+            If there is anything but an empty folder, or the file system refuses.
+        """
+        self.refuse_existing()
+        missing = _missing_folders(self.path)
+        try:
+            with _named_errors(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.path).close()
+        finally:
+            _remove_empty_folders(missing)
+
+    @contextmanager
+    def new(self, config: TrainConfig) -> Iterator[None]:
+        """Make the folder, with the settings in it, for a run that goes on in the ``with`` block.
+
+        If the block fails before the run has written anything more, the folder is taken away again.
 
         Raises
         ------
@@ -79,10 +97,29 @@ class RunFolder:
             If it exists with something in it, or the file system refuses.
         """
         self.refuse_existing()
+        missing = _missing_folders(self.path)
         with _named_errors(self.path):
+            # Fails if another process was faster, whose folder is then left alone.
             self.samples_path.mkdir(parents=True)
-            self.checkpoints_path.mkdir()
-        self.write_config(config)
+        try:
+            with _named_errors(self.path):
+                self.checkpoints_path.mkdir()
+            self.write_config(config)
+            yield
+        except BaseException:
+            self._remove_if_unused(missing)
+            raise
+
+    def create(self, config: TrainConfig) -> None:
+        """Make the folder and write the settings into it.
+
+        Raises
+        ------
+        TwellError
+            As :meth:`new`.
+        """
+        with self.new(config):
+            pass
 
     def require(self) -> None:
         """Refuse a path that is not a run folder.
@@ -124,10 +161,17 @@ class RunFolder:
         Raises
         ------
         TwellError
-            If this is not a run folder, or its settings are damaged.
+            If this is not a run folder, or its settings are damaged or incomplete.
         """
         self.require()
-        return from_settings(read_toml(self.config_path))
+        settings = read_toml(self.config_path)
+        try:
+            return complete_settings(settings)
+        except MissingSettingsError as error:
+            raise TwellError(
+                f"{self.config_path}: {error}; put back what the run was begun with "
+                f"('settings' in its checkpoints' training_state.json)"
+            ) from None
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one line to ``metrics.jsonl``."""
@@ -185,10 +229,13 @@ class RunFolder:
         TwellError
             If there is none.
         """
-        steps = self.checkpoint_steps()
+        steps = checkpoint_steps(self.checkpoints_path)
         if not steps:
-            raise TwellError(f"{self.path} holds no checkpoint; start again with another --out")
-        return steps[-1], self.checkpoint_path(steps[-1])
+            raise TwellError(
+                f"{self.path} holds no checkpoint to go on from; "
+                f"remove it and start again, or start again with another --out"
+            )
+        return max(steps), steps[max(steps)]
 
     def remove_leftovers(self) -> None:
         """Delete half-written checkpoints of a process that was killed."""
@@ -213,6 +260,50 @@ class RunFolder:
         for old in [number for number in self.checkpoint_steps() if number <= step][:-keep]:
             shutil.rmtree(self.checkpoint_path(old), ignore_errors=True)
 
+    def _what_stands_there(self) -> str:
+        if not self.config_path.is_file():
+            return "it is left as it is"
+        if self.checkpoint_steps():
+            return f"go on with it by 'twell train --resume {shlex.quote(str(self.path))}'"
+        return "its run has saved no checkpoint to go on from; if it is not training, remove it"
+
+    def _remove_if_unused(self, created: list[Path]) -> None:
+        """Delete what :meth:`new` made, if nothing was added to it."""
+        files = {self.config_path, self.lock_path}
+        folders = {self.samples_path, self.checkpoints_path}
+        with contextlib.suppress(OSError):
+            used = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+            if used or set(self.path.iterdir()) - files - folders:
+                return
+            for file in files:
+                file.unlink(missing_ok=True)
+            _remove_empty_folders([*folders, *created])
+
+
+class MissingSettingsError(TwellError):
+    """A table of settings lacks some; :func:`complete_settings` never takes defaults for them."""
+
+
+def complete_settings(settings: Any) -> TrainConfig:
+    """Return valid settings from a table that must name every one of them.
+
+    Raises
+    ------
+    MissingSettingsError
+        If one is missing.
+    TypeError
+        If it is not a table.
+    UsageError
+        An unknown key, or a value of the wrong type or range.
+    """
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings={settings!r} given, a table wanted")
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    if missing := [name for name in names if name not in settings]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise MissingSettingsError(f"no {missing[0]}{more} given")
+    return from_settings(settings)
+
 
 def next_run_path(preset: str, parent: str | os.PathLike[str] = "runs") -> Path:
     """Return ``runs/PRESET-N`` with the smallest N, from 1, above those taken."""
@@ -233,4 +324,17 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 def _named(error: OSError, path: Path) -> TwellError:
     reason = error.strerror or str(error)
-    return TwellError(f"cannot use {path}: {reason}; free some space or name another place")
+    is_full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+    advice = "free some space" if is_full else "check the path and its permissions"
+    return TwellError(f"cannot use {path}: {reason}; {advice}, or name another place")
+
+
+def _missing_folders(path: Path) -> list[Path]:
+    """Return which of a path and its parents do not exist, the path itself first."""
+    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+
+
+def _remove_empty_folders(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

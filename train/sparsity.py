@@ -109,16 +109,21 @@ class DeadNeurons:
 
         Raises
         ------
-        ValueError
-            If it was taken of another number of layers or neurons.
+        KeyError, TypeError, ValueError
+            If it is damaged, or was taken of another number of layers or neurons.
         """
-        last_fired = np.array(state["last_fired"], np.int64)
+        step = state["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"counts of {step!r} steps given, a number of steps wanted")
+        last_fired = np.array(state["last_fired"])
         if last_fired.shape != self.last_fired.shape:
             raise ValueError(
                 f"counts of shape {last_fired.shape} given, {self.last_fired.shape} wanted"
             )
-        self.step = int(state["step"])
-        self.last_fired = last_fired
+        if last_fired.dtype.kind != "i" or ((last_fired < 0) | (last_fired > step)).any():
+            raise ValueError(f"neurons given that fired in no step from 0 to {step}")
+        self.step = step
+        self.last_fired = last_fired.astype(np.int64)
 
 
 def revive_dead(

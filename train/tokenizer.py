@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from twell_numba.models.tokenizer import BPETokenizer, ByteTokenizer
+from twell_numba.train.config import require_bpe_vocab_size
 from twell_numba.train.corpus import TextCorpus, decode_document
 
 
@@ -28,7 +29,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     -------
     BPETokenizer
         Any text can be encoded, as every byte has an id of its own.
+
+    Raises
+    ------
+    UsageError
+        If ``vocab_size`` is out of range; the library would end the process if it is far too large.
     """
+    require_bpe_vocab_size(vocab_size)
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -24,7 +24,19 @@ from twell_numba.train.sparsity import DeadNeurons, StepStatistics, l1_scale, re
 
 
 class Diverged(TwellError):
-    """A loss, gradient, weight or optimizer moment is no longer a finite number."""
+    """A loss, gradient, weight or optimizer moment is no longer a finite number.
+
+    Attributes
+    ----------
+    advice : str
+        What to change.
+    """
+
+    def __init__(
+        self, message: str, advice: str = "try a lower learning_rate or a longer warm-up"
+    ) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,8 @@ class Trainer:
 
         norm = self.optimizer.gradient_norm()
         if not math.isfinite(norm):
-            raise Diverged(f"step {step}: the gradient is not finite, {self._first_bad_gradient()}")
+            where = self._first_bad_gradient()
+            raise self._diverged(f"step {step}: the gradient is not finite, {where}", loss, l1_loss)
         self.optimizer.step(rate, clip_scale(norm, config.gradient_clip))
 
         self.dead_neurons.add_step(statistics.fired)
@@ -169,17 +182,24 @@ class Trainer:
 
         Raises
         ------
-        KeyError, TypeError, ValueError
+        ArithmeticError, LookupError, TypeError, ValueError
             If the state is damaged.
         TwellError
             If the moments belong to another model.
         """
-        self.optimizer.load_state_arrays(moments, int(state["step"]))
+        self.optimizer.load_state_arrays(moments, state["step"])
         self.sampler.load_state_dict(state["sampler"])
         self._revival_rng.bit_generator.state = state["revival"]
         self.dead_neurons.load_state_dict(state["dead_neurons"])
         for ffn, auto_state in zip(self.model.ffn_layers, state["ffn_auto"], strict=True):
-            ffn.auto_state = AutoState(*auto_state)
+            ffn.auto_state = _auto_state(auto_state)
+        if self.dead_neurons.step != self.step_count:
+            raise ValueError(f"dead_neurons is of step {self.dead_neurons.step}")
+        # A generator may round or wrap what it cannot hold.
+        loaded = self.state_dict()
+        for name in ("tokens", "sampler", "revival"):
+            if loaded[name] != state[name]:
+                raise ValueError(f"{name} is not what a run of these settings saves")
 
     def _accumulate_gradients(
         self, step: int, windows: np.ndarray, strength: float
@@ -202,8 +222,9 @@ class Trainer:
             loss += part
             l1_loss = scale * float(statistics.absolute_sum.sum())
             if not math.isfinite(loss + l1_loss):
-                where = self._first_bad_activation(statistics)
-                raise Diverged(f"step {step}: the loss is {loss + l1_loss}, {where}")
+                where = self._first_bad_activation(statistics, loss)
+                message = f"step {step}: the loss is {loss + l1_loss}, {where}"
+                raise self._diverged(message, loss, l1_loss)
             backprop(backprop_loss())
         return loss, l1_loss, statistics
 
@@ -232,14 +253,21 @@ class Trainer:
                 return name
         return None
 
-    def _first_bad_activation(self, statistics: StepStatistics) -> str:
+    def _diverged(self, message: str, loss: float, l1_loss: float) -> Diverged:
+        """Advise to change what is behind the larger part of the loss."""
+        l1_is_larger = math.isfinite(loss) and not l1_loss <= loss  # it may be NaN
+        if self.config.l1_activation and l1_is_larger:
+            return Diverged(message, "try a smaller l1_activation")
+        return Diverged(message)
+
+    def _first_bad_activation(self, statistics: StepStatistics, loss: float) -> str:
         bad = self._first_bad_weight()
         if bad is not None:
             return f"as weights in {bad} are not finite"
         for layer, absolute_sum in enumerate(statistics.absolute_sum):
             if not math.isfinite(absolute_sum):
                 return f"first seen in the activations of model.layers.{layer}.mlp"
-        return "first seen in the logits"
+        return "first seen in the " + ("L1 term" if math.isfinite(loss) else "logits")
 
     def _first_bad_gradient(self) -> str:
         # The backward pass goes from the last parameter to the first, and takes what is not finite
@@ -248,3 +276,11 @@ class Trainer:
             if not np.isfinite(parameter.grad_buffer()).all():
                 return f"first in {name}"
         return "though each parameter's is: their sum of squares overflows"
+
+
+def _auto_state(saved: Any) -> AutoState:
+    density, unmeasured_tokens = saved
+    is_density = density is None or (type(density) in (int, float) and 0 <= density <= 1)
+    if not is_density or type(unmeasured_tokens) is not int or unmeasured_tokens < 0:
+        raise ValueError(f"{saved!r} in ffn_auto")
+    return AutoState(density, unmeasured_tokens)

@@ -9,7 +9,9 @@ Missing parent folders are made. A symbolic link is followed, not replaced. A ne
 has the permissions that the user's umask gives, whoever wrote it.
 """
 
+import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -17,6 +19,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from twell_numba.errors import TwellError
+
+_FREE_SPACE = "free some space or name another place"
+_GET_PERMISSION = "get permission to write there or name another place"
+_OTHER_NAME = "name another place"
+_ADVICE = {
+    errno.ENOSPC: _FREE_SPACE,
+    getattr(errno, "EDQUOT", errno.ENOSPC): _FREE_SPACE,
+    errno.EACCES: _GET_PERMISSION,
+    errno.EPERM: _GET_PERMISSION,
+    errno.EROFS: _GET_PERMISSION,
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.EEXIST: _OTHER_NAME,
+    errno.ENOTDIR: _OTHER_NAME,
+    errno.EISDIR: _OTHER_NAME,
+    errno.ENOTEMPTY: _OTHER_NAME,
+    errno.EFBIG: "name a place that takes larger files, or raise the limit (ulimit -f)",
+}
 
 
 @contextmanager
@@ -37,9 +56,9 @@ def write_file_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise TwellError(
             f"cannot write {os.fspath(path)}: it is not a regular file; name another place"
         )
-    with _file_system_errors_named(path):
+    temporary = _temporary_name(destination)
+    with _file_system_errors_named(path, temporary):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_name(destination)
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         try:
@@ -68,9 +87,9 @@ def write_folder_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
         If the file system refuses (disk full, no permission): one line naming path and reason.
     """
     destination = Path(os.path.realpath(path))
-    with _file_system_errors_named(path):
+    temporary = _temporary_name(destination)
+    with _file_system_errors_named(path, temporary):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _temporary_name(destination)
         temporary.mkdir()
         try:
             yield temporary
@@ -83,15 +102,33 @@ def write_folder_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _file_system_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
+def _file_system_errors_named(path: str | os.PathLike[str], temporary: Path) -> Iterator[None]:
+    """Name the destination in errors, and never the temporary name, which means nothing later."""
+    name = os.path.basename(os.path.realpath(path))
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        code = _error_number(error)
+        reason = error.strerror or (os.strerror(code) if code else str(error))
+        reason = reason.replace(temporary.name, name)
+        advice = _ADVICE.get(code, "check the disk or name another place")
         raise TwellError(
             f"cannot write {os.fspath(path)}: {reason}; what was there before is unchanged, "
-            f"free some space or name another place"
+            f"{advice}"
         ) from error
+    except TwellError as error:
+        # Of a file inside a temporary folder.
+        error.args = tuple(
+            part.replace(temporary.name, name) if isinstance(part, str) else part
+            for part in error.args
+        )
+        raise
+
+
+def _error_number(error: OSError) -> int:
+    """Return an error's ``errno``; a library may have it in its text only, "(os error 28)"."""
+    written = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno or (int(written[1]) if written else 0)
 
 
 def _temporary_name(destination: Path) -> Path:

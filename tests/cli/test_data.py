@@ -53,3 +53,13 @@ def test_missing_data_is_one_line(tmp_path: Path) -> None:
     result = invoke("info", tmp_path / "missing")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: no data at {tmp_path / 'missing'}")
+
+
+def test_a_vocabulary_far_too_large_is_one_line(tmp_path: Path) -> None:
+    destination = tmp_path / "text.bin"
+    arguments = ["prepare", write_text(tmp_path), destination, "--tokenizer", "bpe"]
+    result = invoke(*arguments, "--bpe-vocab-size", 10**15)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert "--bpe-vocab-size" in line
+    assert not destination.exists()

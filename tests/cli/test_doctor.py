@@ -90,3 +90,44 @@ def test_settings_that_change_the_speed_are_shown(monkeypatch: pytest.MonkeyPatc
     assert settings["OPENBLAS_CORETYPE"] == "Haswell"
     assert settings["TWELL_SOMETHING"] == "1"
     assert "PATH" not in settings
+
+
+def test_a_wrong_number_of_threads_is_a_problem_in_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("twell_numba.device.threads._thread_count", None)
+    monkeypatch.setenv("TWELL_NUM_THREADS", "many")
+    result = invoke()
+    assert result.exit_code == 1
+    assert "threads" in result.stdout
+    assert "NOT usable" in result.stdout
+    assert "Threads: TWELL_NUM_THREADS='many' given" in result.stdout
+    assert result.stderr == ""
+    report = json.loads(invoke("--json").stdout)
+    assert report["cpu"]["threads"] is None
+    assert "TWELL_NUM_THREADS='many'" in report["cpu"]["problem"]
+
+
+def test_no_compilation_is_a_problem_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.config.DISABLE_JIT", 1)
+    result = invoke()
+    assert result.exit_code == 1
+    assert "DO NOT WORK" in result.stdout
+    assert "Kernels: NUMBA_DISABLE_JIT is set" in result.stdout
+    assert "unset it" in result.stdout
+    assert "plain Python" not in result.stdout
+
+
+def test_no_folder_for_the_cache_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        stats = SimpleNamespace(cache_path=None)
+
+        def __call__(self, x: object) -> float:
+            return 36.0
+
+    monkeypatch.setattr(machine, "_self_test_kernel", Kernel)
+    result = invoke()
+    assert result.exit_code == 0
+    assert "None" not in result.stdout.split("GPU")[0]
+    assert "compiled anew in each process" in result.stdout
+    assert "set NUMBA_CACHE_DIR" in result.stdout

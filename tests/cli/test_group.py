@@ -149,10 +149,88 @@ def test_errors_of_the_user_become_one_line(error: Exception, code: int, message
     assert (result.exit_code, result.stderr) == (code, message)
 
 
-def test_too_little_memory_says_what_needs_less() -> None:
-    result = CliRunner().invoke(failing_group(MemoryError("40 GiB")), ["fail"])
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (MemoryError("40 GiB"), "Error: not enough memory (40 GiB); "),
+        (MemoryError(), "Error: not enough memory; "),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [("train", "batch_size"), ("generate", "shorter prompt"), ("fail", "something smaller")],
+)
+def test_too_little_memory_says_what_needs_less(
+    error: MemoryError, start: str, command: str, advice: str
+) -> None:
+    group = failing_group(error)
+    group._summaries[command] = "fails"
+    result = CliRunner().invoke(group, [command])
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: not enough memory (40 GiB); ")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(start)
+    assert advice in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TWELL_NUM_THREADS", "0"), ("TWELL_NUM_THREADS", "many"), ("NUMBA_DISABLE_JIT", "1")],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train"],
+        ["generate", "run", "--prompt", "x"],
+        ["eval", "run"],
+        ["bench", "ffn"],
+        ["bench", "formats"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_nothing_is_computed_in_an_environment_that_does_not_allow_it(
+    command: list[str], variable: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, value)
+    result = invoke(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert variable in line
+    assert "unset it" in line
+    assert list(tmp_path.iterdir()) == []
+    assert invoke(command[0], "--help").exit_code == 0
+
+
+def test_the_package_runs_as_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "twell_numba", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0
+    assert result.stdout.startswith("Usage: twell ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="streams are closed by a POSIX shell")
+@pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("arguments", "code"), [("--help", 0), ("inspect missing", 1)])
+def test_closed_standard_streams_do_no_harm(closing: str, arguments: str, code: int) -> None:
+    result = subprocess.run(
+        f'"{sys.executable}" -m twell_numba {arguments} {closing}',
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == code
+    assert "Traceback" not in result.stdout + result.stderr
+    if code and "2>" not in closing:
+        assert result.stderr.startswith("Error: missing does not exist")
 
 
 def test_an_interrupt_exits_with_130() -> None:

@@ -1,6 +1,7 @@
 """The commands around one small run: train, eval, generate, inspect, resume."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -103,13 +104,29 @@ def test_a_perplexity_that_overflows_is_null_in_json(run: Path, text: Path, tmp_
 
     model, tokenizer = load_model(run)
     table = model.parameters()["model.embed_tokens.weight"].value
-    for value, expected in ((table * 1e6, {"perplexity"}), (table * np.nan, LOSSES)):
-        model.parameters()["model.embed_tokens.weight"].value[:] = value
-        save_model(tmp_path / "model", model, tokenizer)
-        result = invoke("eval", tmp_path / "model", "--data", text, "--windows", 2, "--json")
-        assert result.exit_code == 0, result.output
-        printed = json.loads(result.stdout, parse_constant=refuse)
-        assert {key for key, value in printed.items() if value is None} == expected
+    table *= 1e6
+    save_model(tmp_path / "model", model, tokenizer)
+    result = invoke("eval", tmp_path / "model", "--data", text, "--windows", 2, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout, parse_constant=refuse)
+    assert {key for key, value in printed.items() if value is None} == {"perplexity"}
+
+
+def test_a_model_that_has_diverged_is_not_measured(run: Path, text: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(run)
+    table = model.parameters()["model.embed_tokens.weight"].value
+    table[5] = np.nan
+    save_model(tmp_path / "model", model, tokenizer)
+    line = error_line(invoke("eval", tmp_path / "model", "--data", text), 1)
+    assert "model.embed_tokens.weight" in line
+    assert "not finite" in line
+    # Finite, but what it gives is not.
+    table[:] = 1e5
+    model.parameters()["model.norm.weight"].value[:] = 1e38
+    save_model(tmp_path / "model", model, tokenizer)
+    result = invoke("eval", tmp_path / "model", "--data", text, "--windows", 2)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "a finite number wanted" in result.stderr
 
 
 def test_options_win_over_set_and_set_over_the_file(text: Path, tmp_path: Path) -> None:
@@ -156,6 +173,10 @@ def test_a_run_is_resumed_with_more_steps(run: Path, tmp_path: Path) -> None:
         (["--config", "missing.toml"], 1, "missing.toml"),
         (["--data", "missing.txt"], 1, "missing.txt"),
         (["--resume", "missing"], 1, "missing"),
+        (["--out", ""], 2, "--out '' given"),
+        (["--out", " "], 2, "--out ' ' given"),
+        (["--set", "steps=1\nd_ffn=3"], 2, "it holds more settings"),
+        (["--data", "~nosuchuser/x"], 1, "nobody's home folder is ~nosuchuser"),
         (["--resume", "missing", "--preset", "tiny"], 2, "--preset tiny given with --resume"),
         (["--resume", "missing", "--out", "other"], 2, "--out other given with --resume"),
     ],
@@ -237,6 +258,33 @@ def test_a_prompt_is_read_from_stdin(run: Path) -> None:
     piped = invoke("generate", run, "--prompt", "-", *options, input=b"line\n")
     assert piped.stdout == invoke("generate", run, "--prompt", "line", *options).stdout
     assert "not UTF-8" in error_line(invoke("generate", run, "--prompt", "-", input=b"\xff"), 2)
+
+
+def test_a_prompt_is_reported_as_the_model_saw_it(run: Path) -> None:
+    result = invoke("generate", run, "--prompt", "a\udcffb", "--max-new-tokens", 1, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["prompt"] == "a\ufffdb"
+    assert report["prompt_tokens"] == 5
+
+
+ESCAPES = "\x1b[31ma\x07"
+
+
+def test_a_file_gets_control_characters_as_they_are(run: Path) -> None:
+    result = invoke("generate", run, "--prompt", ESCAPES, "--max-new-tokens", 0)
+    assert result.stdout == ESCAPES + "\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_a_terminal_is_shown_control_characters(run: Path) -> None:
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "twell_numba", "generate", str(run), "--max-new-tokens", "0"]
+    subprocess.run([*command, "--prompt", ESCAPES], stdout=end, check=True, timeout=60)
+    os.close(end)
+    written = os.read(terminal, 1000)
+    os.close(terminal)
+    assert written == b"\\x1b[31ma\\x07\r\n"
 
 
 def test_the_end_of_the_context_is_noted_on_stderr(run: Path) -> None:

@@ -1,6 +1,7 @@
 """The thread pool: every range is run once, errors come back, nothing hangs."""
 
 import os
+import sys
 import threading
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from twell_numba.device import run_ranges, set_thread_count, thread_count
+from twell_numba.errors import UsageError
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -111,12 +113,40 @@ def test_a_forked_child_has_a_pool_of_its_own():
     assert os.waitstatus_to_exitcode(ended[1]) == 0
 
 
-def test_wrong_thread_counts_are_refused(monkeypatch):
+def test_a_wrong_thread_count_is_refused():
     with pytest.raises(ValueError, match="thread count 0 given, at least 1 wanted"):
         set_thread_count(0)
+
+
+@pytest.fixture
+def asked_anew(monkeypatch):
     monkeypatch.setattr("twell_numba.device.threads._thread_count", None)
-    monkeypatch.setenv("TWELL_NUM_THREADS", "many")
-    with pytest.raises(ValueError, match="TWELL_NUM_THREADS='many' given"):
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["0", "-1", "many", "1e3", "2.0", "+2", "1_0", "²", "٢", "5000", "9" * 5000],
+    ids=lambda text: text[:30],
+)
+@pytest.mark.usefixtures("asked_anew")
+def test_a_wrong_number_of_threads_in_the_environment_is_refused(monkeypatch, written):
+    monkeypatch.setenv("TWELL_NUM_THREADS", written)
+    with pytest.raises(UsageError, match="TWELL_NUM_THREADS='.* given") as caught:
         thread_count()
-    monkeypatch.setenv("TWELL_NUM_THREADS", "3")
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("written", ["3", " 3", "3\n", "03"])
+@pytest.mark.usefixtures("asked_anew")
+def test_a_number_of_threads_in_the_environment_is_taken(monkeypatch, written):
+    monkeypatch.setenv("TWELL_NUM_THREADS", written)
     assert thread_count() == 3
+
+
+@pytest.mark.parametrize("written", ["", "  "])
+@pytest.mark.skipif(sys.platform != "linux", reason="the cores of a process are Linux's")
+@pytest.mark.usefixtures("asked_anew")
+def test_an_empty_number_of_threads_is_none(monkeypatch, written):
+    monkeypatch.setenv("TWELL_NUM_THREADS", written)
+    assert thread_count() == len(os.sched_getaffinity(0))

@@ -1,7 +1,11 @@
 """Descriptions of checkpoints and saved matrices, from their files alone."""
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,10 +53,38 @@ def test_training_state_is_described(checkpoint: Path) -> None:
     assert describe_checkpoint(checkpoint)["resumable"] is True
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": null}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"step": null}', '{"step": 1e999}', "[" * 100_000],
+    ids=lambda text: text[:20],
+)
 def test_a_damaged_training_state_is_named(checkpoint: Path, content: str) -> None:
     (checkpoint / "training_state.json").write_text(content)
     with pytest.raises(TwellError, match="training_state.json is damaged"):
+        describe_checkpoint(checkpoint)
+
+
+def test_a_description_of_too_many_layers_is_refused_at_once(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(TwellError, match="n_layers=1000000000 given, at most"):
+        describe_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training_state.json"])
+def test_files_that_may_not_be_read_are_named(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint / "training_state.json").write_text(json.dumps({"step": 7}))
+    real_open = io.open
+
+    def ask(path: object, *arguments: Any, **more: Any) -> Any:
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_open(path, *arguments, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(io, "open", ask)
+    with pytest.raises(TwellError, match=f"{name}: Permission denied; get permission"):
         describe_checkpoint(checkpoint)
 
 

@@ -4,7 +4,13 @@ import math
 import numpy as np
 import pytest
 
-from twell_numba.infer.evaluate import evaluate, ffn_weight_sparsity, perplexity
+from twell_numba.errors import TwellError
+from twell_numba.infer.evaluate import (
+    evaluate,
+    ffn_weight_sparsity,
+    perplexity,
+    require_finite_weights,
+)
 from twell_numba.kernels.cross_entropy.reference import cross_entropy
 from twell_numba.models.tokenizer import ByteTokenizer
 from twell_numba.models.transformer import Transformer
@@ -98,3 +104,12 @@ def test_perplexity_beyond_a_float() -> None:
 def test_nothing_to_predict_is_refused(byte_model: Transformer, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="windows of shape"):
         evaluate(byte_model, np.zeros(shape, np.int64), ByteTokenizer())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite_is_named(byte_model: Transformer, value: float) -> None:
+    require_finite_weights(byte_model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    byte_model.parameters()[name].value[3, 5] = value
+    with pytest.raises(TwellError, match=f"{name} of the model holds weights that are not finite"):
+        require_finite_weights(byte_model)

@@ -1,6 +1,6 @@
 import pytest
 
-from twell_numba.infer.text_stream import TextStream
+from twell_numba.infer.text_stream import TextStream, printable
 
 
 @pytest.mark.parametrize("text", ["a🙂b", "ø", "日", "👩‍👩‍👧", "plain"])
@@ -33,3 +33,13 @@ def test_bytes_that_are_no_character() -> None:
     assert stream.push(b"a\xffb") == "a\ufffdb"
     assert stream.push(b"\xf0\x9f") == ""
     assert stream.push(b"c") == "\ufffdc"
+
+
+def test_control_characters_are_written_out() -> None:
+    assert printable("\x1b[31mred\x07\r\x00") == r"\x1b[31mred\x07\x0d\x00"
+    assert printable("\x7f\x80\x9b\x9f") == r"\x7f\x80\x9b\x9f"
+
+
+def test_what_a_terminal_may_have_stays() -> None:
+    text = "a\n\tb ~\xa0é日🙂\\x1b"
+    assert printable(text) == text

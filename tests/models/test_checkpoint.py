@@ -1,7 +1,12 @@
+import errno
+import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -161,6 +166,9 @@ def test_a_copy_of_the_tied_head_is_accepted_if_equal(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
         ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"num_hidden_layers": 10**9}, "n_layers=1000000000 given, at most 4096 wanted"),
+        ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
+        ({"head_dim": 10**400}, "head_dim 1000"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "has a tensor model.layers.1"),
         ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
@@ -209,6 +217,54 @@ def test_a_config_that_is_no_description(tmp_path: Path, content: str) -> None:
     refused(tmp_path, "config.json is not JSON")
     (tmp_path / "config.json").write_text(content)
     refused(tmp_path, "config.json (is not JSON|does not describe a model)")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"], ids=["nested", "digits"]
+)
+def test_a_config_that_python_does_not_parse(tmp_path: Path, content: str) -> None:
+    saved(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    refused(tmp_path, "config.json is not JSON")
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Have the system refuse to open a file or to list a folder, whoever asks."""
+
+    def ask(function: Callable[..., Any], asked: object, *arguments: Any, **more: Any) -> Any:
+        if str(asked) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return function(asked, *arguments, **more)
+
+    for module, name in ((io, "open"), (os, "listdir"), (os, "scandir")):
+        monkeypatch.setattr(module, name, partial(ask, getattr(module, name)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    refusing(monkeypatch, tmp_path / name)
+    refused(tmp_path, f"cannot read {tmp_path / name}: Permission denied; get permission")
+
+
+def test_folders_that_may_not_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with monkeypatch.context() as patch:
+        refusing(patch, tmp_path / "checkpoints")
+        with pytest.raises(TwellError, match=r"checkpoints: Permission denied; get permission"):
+            resolve_checkpoint(tmp_path)
+
+    def refuse(path: object, *arguments: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        with pytest.raises(TwellError, match=f"cannot read {tmp_path}: Permission denied"):
+            resolve_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])

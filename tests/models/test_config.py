@@ -36,12 +36,37 @@ def test_a_right_config_passes() -> None:
         ("tied_embeddings", "yes", "tied_embeddings='yes'"),
         ("ffn", "glu", "ffn='glu' given, one of gated, two_matrix"),
         ("activation", "silu", "activation='silu'"),
+        ("norm_eps", 0.0, "norm_eps=0.0 given, a number from 1e-30 to 1 wanted"),
+        ("norm_eps", 1.5, "norm_eps=1.5"),
+        ("norm_eps", float("inf"), "norm_eps=inf"),
+        ("norm_eps", 10**400, "norm_eps=1000.*"),
+        ("rope_base", 0.5, "rope_base=0.5"),
+        ("rope_base", 1e300, "rope_base=1e\\+300"),
+        ("vocab_size", 2**24 + 1, "vocab_size=16777217 given, at most 16777216 wanted"),
+        ("d_model", 2**17, "d_model=131072 given, at most 65536 wanted"),
+        ("d_ffn", 10**20, "d_ffn=100000000000000000000 given, at most 1048576 wanted"),
+        ("n_layers", 3_000_000, "n_layers=3000000 given, at most 4096 wanted"),
+        ("ffn", "x" * 10_000, "ffn='xxx"),
     ],
+    ids=lambda value: str(value)[:30],
 )
 def test_a_wrong_field_is_one_line(field: str, value: object, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         replace(CONFIG, **{field: value}).validate()  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_number_that_python_does_not_write_out_is_one_line() -> None:
+    with pytest.raises(UsageError, match="context_length=a value of type int too large to show"):
+        replace(CONFIG, context_length=10**5000).validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("norm_eps", 1), ("n_layers", 4096), ("d_ffn", 2**20), ("rope_base", 1)]
+)
+def test_bounds_are_part_of_what_is_allowed(field: str, value: float) -> None:
+    replace(CONFIG, **{field: value}).validate()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from twell_numba.train.config import (
     TrainConfig,
     parse_override,
     read_toml,
+    require_bpe_vocab_size,
     require_resumable,
     resolve,
     with_overrides,
@@ -112,13 +113,44 @@ def test_override_values(override, value):
         ("data=", "stdlib, a file"),
         ("sample_prompt=", "at least one character"),
         ("preset=tny", "did you mean 'tiny'"),
+        ("steps=1\nd_ffn=3", "it holds more settings"),
+        ('data="a"\nsteps=3', "it holds more settings"),
+        ("learning_rate=1" + "0" * 400, "a number that fits 64 bits wanted"),
+        ("steps=" + "9" * 5000, "a whole number wanted"),
+        ("seed=0x" + "f" * 5000, "a number that fits 64 bits wanted"),
+        ("steps=" + "[" * 5000, "a whole number wanted"),
+        ("steps=" + "[" * 5000 + "]" * 5000, "a whole number wanted"),
+        ("d_ffn=" + "1" + "0" * 20, "a number that fits 64 bits wanted"),
+        ("d_ffn=2000000", "d_ffn=2000000 given, at most 1048576 wanted"),
+        ("n_layers=3000000", "n_layers=3000000 given, at most 4096 wanted"),
+        ("batch_size=1000000", "batch_size=1000000 given, at most 65536 wanted"),
+        ("gradient_accumulation=1000000", "at most 65536 wanted"),
+        ("l1_activation=1e30", "l1_activation=1e+30 given, at most 1000 wanted"),
+        ("learning_rate=1e30", "learning_rate=1e+30 given, at most 100 wanted"),
+        ("weight_decay=1e30", "at most 1000 wanted"),
+        ("adam_eps=1e-50", "at least 1e-30 wanted"),
+        ("norm_eps=1e-50", "a number from 1e-30 to 1 wanted"),
+        ("norm_eps=2", "a number from 1e-30 to 1 wanted"),
+        ("x" * 5000 + "=1", "no setting is called"),
+        ("x" * 5000, "key=value wanted"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_wrong_overrides_are_refused_in_one_line(override, message):
     with pytest.raises(UsageError) as caught:
         resolve(overrides=[override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize(("size", "message"), [(2**20 + 1, "at most 1048576"), (10**18, "at most")])
+def test_a_vocabulary_far_too_large_is_refused(size, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(overrides=["tokenizer=bpe", f"bpe_vocab_size={size}"])
+    with pytest.raises(UsageError, match=message):
+        require_bpe_vocab_size(size)
+    require_bpe_vocab_size(2**20)
 
 
 def test_bpe_needs_more_ids_than_bytes():
@@ -148,13 +180,29 @@ def test_wrong_config_files_are_refused(tmp_path, text, message):
         resolve(config_file=file)
 
 
-@pytest.mark.parametrize("content", [b"steps 100", b"\xff\xfe\x00", b"steps = "])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"steps 100",
+        b"\xff\xfe\x00",
+        b"steps = ",
+        b"steps = " + b"[" * 5000 + b"]" * 5000,
+        b"steps = " + b"9" * 5000,
+    ],
+    ids=["words", "bytes", "nothing", "nested", "digits"],
+)
 def test_a_file_that_is_not_toml_is_refused_in_one_line(tmp_path, content):
     file = tmp_path / "settings.toml"
     file.write_bytes(content)
     with pytest.raises(TwellError, match="is not a TOML file") as caught:
         read_toml(file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    assert read_toml(file) == {"steps": 7}
 
 
 def test_a_missing_config_file_and_a_folder_are_refused(tmp_path):

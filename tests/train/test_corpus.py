@@ -1,5 +1,6 @@
 """Sources of text, and how they are split."""
 
+import os
 import sysconfig
 import time
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, UsageError
 from twell_numba.models.tokenizer import ByteTokenizer
 from twell_numba.train import corpus as corpus_module
-from twell_numba.train.corpus import load_text, token_dtype, tokenize
+from twell_numba.train.corpus import absolute_source, load_text, token_dtype, tokenize
 from twell_numba.train.tokenizer import make_tokenizer, train_bpe
 
 
@@ -118,7 +119,10 @@ def test_missing_data_and_folders_without_text_are_refused(tmp_path):
     with pytest.raises(TwellError, match="holds no text"):
         load_text(str(tmp_path))
     (tmp_path / "binary").write_bytes(b"\x00")
-    with pytest.raises(TwellError, match="holds 1 files, none of them UTF-8 text"):
+    with pytest.raises(TwellError, match="holds 1 file, which is not UTF-8 text"):
+        load_text(str(tmp_path))
+    (tmp_path / "another").write_bytes(b"\x00")
+    with pytest.raises(TwellError, match="holds 2 files, none of them UTF-8 text"):
         load_text(str(tmp_path))
     with pytest.raises(TwellError, match="neither a file nor a folder"):
         load_text("/dev/null")
@@ -133,6 +137,54 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(TwellError, match=r"cannot read .*text.txt: Permission denied"):
         load_text(str(tmp_path))
+
+
+def test_folders_that_cannot_be_listed_are_named(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("words " * 100)
+    (tmp_path / "closed").mkdir()
+    listed = os.scandir
+
+    def refuse(path):
+        if str(path) == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for folder in (tmp_path, tmp_path / "closed"):
+        refused = str(folder)
+        with pytest.raises(TwellError, match=f"cannot read {folder}: Permission denied; get perm"):
+            load_text(str(tmp_path))
+    refused = ""
+    assert load_text(str(tmp_path)).files == 1
+
+
+def test_a_file_that_the_system_does_not_show_is_named(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("words " * 100)
+    stat = os.stat
+
+    def refuse(path, *arguments, **more):
+        if str(path).endswith("text.txt"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    for source in (tmp_path, tmp_path / "text.txt"):
+        with pytest.raises(TwellError, match=r"cannot read .*text.txt: Permission denied"):
+            load_text(str(source))
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/text.txt", "~nosuchuser"])
+def test_the_home_folder_of_nobody_is_refused(source):
+    for function in (load_text, absolute_source):
+        with pytest.raises(TwellError, match="nobody's home folder is ~nosuchuser; write"):
+            function(source)
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME" if os.name == "posix" else "USERPROFILE", str(tmp_path))
+    (tmp_path / "text.txt").write_text("words " * 100)
+    assert load_text("~/text.txt").byte_count == 600
+    assert absolute_source("~/text.txt") == str(tmp_path / "text.txt")
 
 
 def test_byte_tokens_are_the_bytes():
@@ -178,6 +230,11 @@ def test_bpe_training_is_deterministic_and_round_trips():
     assert len(ids) < len(TEXTS[0]) / 2
     unseen = "日本語 \x00 “quotes”\r\n"
     assert first.decode_bytes(first.encode(unseen)).decode() == unseen
+
+
+def test_a_vocabulary_that_would_end_the_process_is_refused():
+    with pytest.raises(UsageError, match="at most 1048576 wanted"):
+        train_bpe(TEXTS, 10**15)
 
 
 def test_bpe_is_trained_on_the_training_part_alone():

@@ -8,10 +8,12 @@ from twell_numba.infer.evaluate import evaluate
 from twell_numba.models.checkpoint import load_model
 from twell_numba.train import TrainConfig, train
 from twell_numba.train.config import with_overrides
+from twell_numba.train.corpus import load_text
 from twell_numba.train.held_out import DEFAULT_WINDOWS, held_out_windows
 from twell_numba.train.prepared import prepare
 from twell_numba.train.report import Reporter
 from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.tokenizer import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,14 @@ def test_prepared_data_must_be_of_the_models_tokenizer(run, tmp_path, kind):
         windows, _ = held_out_windows(run, model, tokenizer, data=str(tmp_path / "data.bin"))
         expected, _ = held_out_windows(run, model, tokenizer)
         np.testing.assert_array_equal(windows, expected)
+
+
+def test_damaged_tokens_are_refused(run, tmp_path):
+    model, tokenizer = load_model(run)
+    text = run.parent / "text.txt"
+    bpe = make_tokenizer("bpe", load_text(str(text)), 260)
+    prepare(str(text), tmp_path / "data.bin", tokenizer="bpe", bpe_vocab_size=260)
+    whole = (tmp_path / "data.bin").read_bytes()
+    (tmp_path / "data.bin").write_bytes(whole[:-2] + b"\xff\xff")
+    with pytest.raises(TwellError, match="token 65535 in its held-out part"):
+        held_out_windows(run, model, bpe, data=str(tmp_path / "data.bin"))

@@ -1,21 +1,26 @@
 """Whole training runs of a toy model: what they write, how they stop, how they go on."""
 
+import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.formats.tensor_file import read_tensors
+from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.transformer import Transformer
 from twell_numba.train import Interrupted, TrainConfig, train
 from twell_numba.train import checkpoints as checkpoints_module
+from twell_numba.train import interrupt as interrupt_module
+from twell_numba.train import loop as loop_module
 from twell_numba.train.config import with_overrides
 from twell_numba.train.interrupt import InterruptFlag
 from twell_numba.train.loop import compile_kernels, load_corpus
@@ -63,7 +68,7 @@ def text_file(tmp_path_factory):
     return file
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(text_file):
     return TrainConfig(
         data=str(text_file),
@@ -113,7 +118,7 @@ def outcome(run):
     folder = RunFolder(run)
     step, checkpoint = folder.latest_checkpoint()
     state = json.loads((checkpoint / "training_state.json").read_text())
-    del state["clocks"]
+    del state["clocks"], state["settings"]["data"]
     rows = folder.read_metrics()
     for row in rows:
         del row["tokens_per_second"]
@@ -221,6 +226,159 @@ def test_a_path_chosen_by_density_is_chosen_alike_after_a_resume(tmp_path, confi
         assert outcome(run) == outcome(tmp_path / "whole")
 
 
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory, config):
+    """A run stopped after step 1; not to be changed."""
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Interrupted):
+        quiet_train(config, run, report=InterruptingReporter(1))
+    return run
+
+
+@pytest.fixture
+def run(tmp_path, stopped_run):
+    """A run stopped after step 1."""
+    return Path(shutil.copytree(stopped_run, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, config):
+    """A run with checkpoints of steps 4, 8 and 12; not to be changed."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    quiet_train(config, run)
+    return run
+
+
+def edit_state(checkpoint, **changes):
+    path = checkpoint / "training_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(run, config=None, error=TwellError):
+    """Return the one line with which a run is not resumed; nothing in it has changed."""
+
+    def contents():
+        return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.raises(error) as caught:
+        quiet_train(config, run, resume=True)
+    assert contents() == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_resumed_run_goes_on_counting_time_and_speed(run):
+    clocks = {"seconds": 1000.0, "timed_tokens": 64e6, "timed_seconds": 10.0}
+    edit_state(RunFolder(run).checkpoint_path(1), clocks=clocks)
+    summary = quiet_train(None, run, resume=True)
+    assert 1000 < summary["seconds"] < 1100
+    assert summary["tokens_per_second"] > 1e6
+    state = json.loads((RunFolder(run).checkpoint_path(12) / "training_state.json").read_text())
+    assert state["clocks"]["seconds"] > 1000
+    assert state["clocks"]["timed_tokens"] == 64e6 + 10 * 64
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "preset=small",
+        "seed=7",
+        "d_model=32",
+        "d_ffn=32",
+        "n_layers=1",
+        "n_heads=4",
+        "n_kv_heads=1",
+        "context_length=8",
+        "rope_base=5000.0",
+        "norm_eps=1e-4",
+        "tied_embeddings=false",
+        "ffn='two_matrix'",
+        "ffn_path='dense'",
+        "tokenizer='bpe'",
+        "batch_size=2",
+        "gradient_accumulation=2",
+        "learning_rate=0.5",
+        "weight_decay=0.0",
+        "l1_activation=0.5",
+        "dead_neuron_window=7",
+    ],
+)
+def test_settings_edited_in_config_toml_are_refused(run, config, override):
+    name = override.partition("=")[0]
+    edited = with_overrides(config.filled_in(), [override])
+    RunFolder(run).write_config(edited)
+    message = refusal(run, error=UsageError)
+    given, trained_with = getattr(edited, name), getattr(config.filled_in(), name)
+    assert message.startswith(
+        f"{name}={given!r} given to resume a run with {name}={trained_with!r}"
+    )
+    assert str(run / "config.toml") in message
+    assert "delete" not in message
+    # The same by the command line, and back.
+    assert refusal(run, edited, UsageError) == message
+    quiet_train(config, run, resume=True)
+
+
+def test_a_config_toml_that_lacks_a_setting_is_refused(run):
+    path = run / "config.toml"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("learning_rate ")))
+    assert "config.toml: no learning_rate given" in refusal(run)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [("max_position_embeddings", 8, "context_length"), ("rms_norm_eps", 0.5, "norm_eps")],
+)
+def test_a_model_description_that_was_edited_is_refused(run, key, value, name):
+    path = RunFolder(run).checkpoint_path(1) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert f"{path} describes a model with {name}={value}, but" in refusal(run)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_arrays_of_another_step_are_refused(tmp_path, config, finished_run, name):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    folder = RunFolder(run)
+    shutil.copy(folder.checkpoint_path(8) / name, folder.checkpoint_path(12) / name)
+    message = refusal(run, with_overrides(config, ["steps=14"]))
+    assert str(folder.checkpoint_path(12) / name) in message
+    assert message.endswith(f"delete {folder.checkpoint_path(12)} to resume from step 8")
+    shutil.rmtree(folder.checkpoint_path(12))
+    quiet_train(None, run, resume=True)
+    assert outcome(run) == outcome(finished_run)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path, finished_run):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    folder = RunFolder(run)
+    shutil.rmtree(folder.checkpoint_path(12))
+    folder.checkpoint_path(8).rename(folder.checkpoint_path(9))
+    message = refusal(run)
+    assert "training_state.json is of step 8, step 9 wanted" in message
+    assert "delete" not in message
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(
+    tmp_path, config, finished_run, name
+):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    checkpoint = RunFolder(run).checkpoint_path(12)
+    tensors = read_tensors(checkpoint / name)
+    bad = next(key for key in sorted(tensors) if key.endswith("q_proj.weight"))
+    tensors[bad][1, 2] = np.nan
+    write_tensors(checkpoint / name, tensors, {"format": "pt"})
+    files = json.loads((checkpoint / "training_state.json").read_text())["files"]
+    checksum = checkpoints_module.file_checksum(checkpoint / name)
+    edit_state(checkpoint, files=files | {name: checksum})
+    message = refusal(run, with_overrides(config, ["steps=14"]))
+    assert message.startswith(f"{checkpoint} cannot be trained on (step 12: ")
+    assert bad in message
+    assert message.endswith("delete it to resume from step 8")
+
+
 def test_a_finished_run_goes_on_only_with_more_steps(tmp_path, config):
     run = tmp_path / "run"
     quiet_train(config, run)
@@ -254,35 +412,90 @@ def test_a_run_is_resumed_only_with_its_own_settings_and_data(tmp_path, config, 
     ("name", "damage"),
     [
         ("training_state.json", b"{}"),
+        ("training_state.json", b"[]"),
+        ("training_state.json", b"[" * 100_000),
         ("training_state.json", b'{"version": 1, "ste'),
         ("optimizer.safetensors", b"short"),
         ("model.safetensors", b"short"),
         ("config.json", b"[]"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, config, name, damage):
-    run = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        quiet_train(config, run, report=InterruptingReporter(1))
-    (RunFolder(run).checkpoint_path(1) / name).write_bytes(damage)
-    metrics = RunFolder(run).metrics_path.read_bytes()
-    with pytest.raises(TwellError) as caught:
-        quiet_train(None, run, resume=True)
-    assert "\n" not in str(caught.value)
-    assert "step-1" in str(caught.value)
-    assert RunFolder(run).metrics_path.read_bytes() == metrics
+def test_a_damaged_checkpoint_is_refused_in_one_line(run, name, damage):
+    path = RunFolder(run).checkpoint_path(1) / name
+    path.write_bytes(damage)
+    message = refusal(run)
+    assert str(path) in message
+    assert "delete" not in message, "there is no earlier checkpoint"
+    path.unlink()
+    assert str(path.parent) in refusal(run)
 
 
-def test_a_state_that_lacks_something_is_refused(tmp_path, config):
-    run = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        quiet_train(config, run, report=InterruptingReporter(1))
+DAMAGED_VALUES = {
+    "step": [0, -1, 1.0, True, "1", None, [], 10**30],
+    "tokens": [0, 64.5, "64", None],
+    "settings": [{}, [], 3, {"steps": 12}],
+    "clocks": [
+        [],
+        {},
+        {"seconds": 1.0},
+        {"seconds": -1.0, "timed_tokens": 1.0, "timed_seconds": 1.0},
+        {"seconds": 1.0, "timed_tokens": float("nan"), "timed_seconds": 1.0},
+        {"seconds": 1.0, "timed_tokens": 1.0, "timed_seconds": float("inf")},
+        {"seconds": 10**400, "timed_tokens": 1.0, "timed_seconds": 1.0},
+        {"seconds": "1", "timed_tokens": 1.0, "timed_seconds": 1.0},
+        {"seconds": True, "timed_tokens": 1.0, "timed_seconds": 1.0},
+        {"seconds": None, "timed_tokens": 1.0, "timed_seconds": 1.0},
+    ],
+    "files": [[], {}, None, {"model.safetensors": 0}],
+    "sampler": [{}, [], None, {"bit_generator": "MT19937"}],
+    "revival": [{}, "state", {"bit_generator": "PCG64", "state": {"state": -1, "inc": 2**200}}],
+    "dead_neurons": [{}, [], {"step": 1, "last_fired": []}, {"step": 10**30, "last_fired": [[0]]}],
+    "ffn_auto": [
+        [],
+        None,
+        {},
+        [3, 4],
+        [[0.5, 0]],
+        [[0.5, 0], [0.5, 0, 0]],
+        *[[[0.5, 0], [density, 0]] for density in (2, -0.1, float("nan"), "0.5", True, [])],
+        *[[[0.5, 0], [0.5, tokens]] for tokens in (-1, 0.5, float("inf"), "0", False, None)],
+    ],
+}
+
+
+@pytest.mark.parametrize("key", DAMAGED_VALUES)
+def test_an_edited_state_is_refused_in_one_line_that_names_it(run, key, monkeypatch):
+    def never(*arguments):
+        raise AssertionError("a damaged state was gone on from")
+
+    monkeypatch.setattr(loop_module, "compile_kernels", never)
+    checkpoint = RunFolder(run).checkpoint_path(1)
+    path = checkpoint / "training_state.json"
+    for value in DAMAGED_VALUES[key]:
+        whole = path.read_text()
+        edit_state(checkpoint, **{key: value})
+        message = refusal(run)
+        assert str(path) in message or key == "files", value
+        path.write_text(whole)
+
+
+def test_a_generator_state_that_does_not_fit_is_refused(run):
+    checkpoint = RunFolder(run).checkpoint_path(1)
+    state = json.loads((checkpoint / "training_state.json").read_text())
+    state["sampler"]["state"]["state"] = 2**200
+    edit_state(checkpoint, sampler=state["sampler"])
+    assert "training_state.json is damaged" in refusal(run)
+
+
+def test_a_state_that_lacks_something_is_refused(run):
     path = RunFolder(run).checkpoint_path(1) / "training_state.json"
     state = json.loads(path.read_text())
-    for key in ("sampler", "revival", "dead_neurons", "ffn_auto", "clocks", "step"):
+    assert {"sampler", "revival", "dead_neurons", "ffn_auto", "clocks", "step"} <= state.keys()
+    for key in state.keys() - {"version"}:
         path.write_text(json.dumps({name: state[name] for name in state if name != key}))
-        with pytest.raises(TwellError, match="is damaged"):
-            quiet_train(None, run, resume=True)
+        message = refusal(run)
+        assert f"{path} is damaged (" in message
+        assert key in message
 
 
 def gradients(config, model_seed=3):
@@ -404,6 +617,46 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(config):
         np.testing.assert_array_equal(parameter.value, before[name])
 
 
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, config, monkeypatch):
+    def diverge(self):
+        raise Diverged("step 1: the loss is inf", "try another setting")
+
+    monkeypatch.setattr(Trainer, "take_step", diverge)
+    message = "step 1: the loss is inf; no checkpoint had been saved yet; try another setting"
+    with pytest.raises(TwellError, match=message):
+        quiet_train(config, tmp_path / "runs" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("strength", "message"),
+    [
+        (1e300, "the gradient is not finite"),
+        (1.7e308, "the loss is inf, first seen in the L1 term"),
+    ],
+)
+def test_an_l1_term_that_overflows_is_to_be_made_smaller(config, strength, message):
+    # Settings as large as these are refused; larger activations do the same.
+    config = dataclasses.replace(config, l1_activation=strength, l1_warmup_steps=0)
+    trainer = Trainer(config, load_corpus(config))
+    trainer.parameters["model.layers.0.mlp.up_proj.weight"].value *= 1e6
+    with pytest.raises(Diverged, match=message) as caught:
+        trainer.take_step()
+    assert caught.value.advice == "try a smaller l1_activation"
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_diverging_loss_is_not_laid_to_the_l1_term(config):
+    config = with_overrides(config, ["tied_embeddings=false"])
+    trainer = Trainer(config, load_corpus(config))
+    trainer.parameters["model.norm.weight"].value[:] = 1e38
+    trainer.parameters["lm_head.weight"].value *= 1e6
+    with pytest.raises(Diverged, match="first seen in the logits") as caught:
+        trainer.take_step()
+    assert "learning_rate" in caught.value.advice
+
+
 @pytest.mark.parametrize(
     ("step", "place"),
     [
@@ -485,6 +738,12 @@ def test_an_existing_run_is_refused_before_anything_is_done(tmp_path, config):
     assert os.listdir(run) == ["notes.txt"]
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_done(tmp_path, config):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TwellError, match="cannot use .*run: Not a directory"):
+        quiet_train(with_overrides(config, ["data=/nowhere"]), tmp_path / "file" / "run")
+
+
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
@@ -560,9 +819,14 @@ def test_compiling_changes_no_weight_and_no_path(config):
         np.testing.assert_array_equal(parameter.value, before[name])
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if sys.platform != "win32":
+    SIGNALS.append(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("first", SIGNALS)
 def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(first):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
 
     def send_two():
         with InterruptFlag() as interrupt:
@@ -572,7 +836,37 @@ def test_a_second_ctrl_c_stops_at_once_and_the_handlers_are_put_back(first):
 
     with pytest.raises(KeyboardInterrupt):
         send_two()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_was_ignored_stays_ignored(number):
+    """As by nohup, or for a background process of a shell script."""
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        with InterruptFlag() as interrupt:
+            assert signal.getsignal(number) == signal.SIG_IGN
+            os.kill(os.getpid(), number)
+            assert not interrupt.is_set
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, previous)
+
+
+def test_a_notice_that_cannot_be_written_stops_nothing(monkeypatch):
+    written = []
+
+    def refuse(descriptor, notice):
+        written.append(notice)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(interrupt_module.os, "write", refuse)
+    for stderr in (sys.__stderr__, None):
+        monkeypatch.setattr(sys, "__stderr__", stderr)
+        with InterruptFlag() as interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupt.is_set
+    assert len(written) == 1, "descriptor 2 is not ours if stderr was closed"
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -618,7 +912,8 @@ except TwellError as error:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one process")
 @pytest.mark.parametrize(
-    ("signal_number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("signal_number", "exit_code"),
+    list(zip(SIGNALS, (130, 143, 129), strict=False)),
 )
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, signal_number, exit_code):
     run = tmp_path / "my run"
@@ -635,3 +930,16 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, signal_number
     assert "finishing this step" in notes
     assert f"go on with: twell train --resume '{run}'" in output
     assert len(RunFolder(run).checkpoint_steps()) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_a_stderr_that_takes_nothing_does_not_stop_a_run(tmp_path, text_file, redirection):
+    run = tmp_path / "run"
+    program = INTERRUPTED_PROGRAM.replace("10**6", "4")
+    command = f'exec "$0" -c "$1" "$2" "$3" {redirection}'
+    arguments = [sys.executable, program, str(text_file), str(run)]
+    done = subprocess.run(["sh", "-c", command, *arguments], timeout=60, stdout=subprocess.PIPE)
+    assert done.stdout == b""
+    assert RunFolder(run).checkpoint_steps() == [4]
+    assert RunFolder(run).summary_path.is_file()

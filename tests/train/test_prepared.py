@@ -1,10 +1,15 @@
 """Prepared data files."""
 
+import os
+import sys
+from itertools import islice, product
+
 import numpy as np
 import pytest
+import tokenizers
 
-from twell_numba.errors import TwellError
-from twell_numba.models.tokenizer import ByteTokenizer
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.models.tokenizer import BPETokenizer, ByteTokenizer, byte_alphabet
 from twell_numba.train.corpus import TokenCorpus, load_text, tokenize
 from twell_numba.train.prepared import describe, open_prepared, prepare, write_prepared
 from twell_numba.train.tokenizer import make_tokenizer
@@ -44,9 +49,15 @@ def test_tokens_are_mapped_not_read_and_cannot_be_written(tmp_path, text_file):
     assert not tokens.flags.writeable
 
 
-class TokenizerOfSize(ByteTokenizer):
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
+def tokenizer_of_size(vocab_size):
+    """Return a tokenizer of the single bytes, and of pairs and triples of them up to that many."""
+    alphabet = byte_alphabet()
+    texts = ("".join(part) for length in (1, 2, 3) for part in product(alphabet, repeat=length))
+    vocabulary = {text: token for token, text in enumerate(islice(texts, vocab_size))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return BPETokenizer(tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +66,7 @@ class TokenizerOfSize(ByteTokenizer):
 def test_large_ids_survive(tmp_path, vocab_size, dtype):
     """Faults 9 and 10."""
     ids = np.array([0, 1, vocab_size - 1], np.int64)
-    corpus = TokenCorpus("name", 1, 3, TokenizerOfSize(vocab_size), ids, ids[::-1])
+    corpus = TokenCorpus("name", 1, 3, tokenizer_of_size(vocab_size), ids, ids[::-1])
     write_prepared(tmp_path / "data.bin", corpus)
     read = open_prepared(tmp_path / "data.bin")
     np.testing.assert_array_equal(read.training, ids)
@@ -92,6 +103,7 @@ def test_truncated_files_are_refused_wherever_they_end(tmp_path, text_file):
         b"TWELLBIN" + b"\xff" * 100,
         b"TWELLBIN" + (2).to_bytes(8, "little") + b"{}" + bytes(100),
         b"TWELLBIN" + (4).to_bytes(8, "little") + b"nope" + bytes(100),
+        b"TWELLBIN" + (100_000).to_bytes(8, "little") + b"[" * 100_000 + bytes(100),
         b"TWELLBIN" + (13).to_bytes(8, "little") + b'{"version":1}' + bytes(100),
     ],
 )
@@ -106,8 +118,43 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(TwellError, match="no prepared data at"):
         open_prepared(tmp_path / "none.bin")
     (tmp_path / "folder.bin").mkdir()
-    with pytest.raises(TwellError, match="cannot read"):
+    with pytest.raises(TwellError, match="not a regular file.*'twell data prepare'"):
         open_prepared(tmp_path / "folder.bin")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no named pipes in folders")
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.bin")
+    for function in (open_prepared, describe):
+        with pytest.raises(TwellError, match="not a regular file"):
+            function(tmp_path / "pipe.bin")
+
+
+def test_damaged_tokens_of_the_held_out_part_are_named(tmp_path, text_file):
+    path = tmp_path / "data.bin"
+    prepare(str(text_file), path, tokenizer="bpe", bpe_vocab_size=280)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2] + b"\x18\x01")  # 280
+    for function in (open_prepared, describe):
+        with pytest.raises(TwellError, match="token 280 in its held-out part.*vocabulary's 280"):
+            function(path)
+    path.write_bytes(whole[:-2] + b"\x17\x01")
+    assert open_prepared(path).validation[-1] == 279
+
+
+def test_a_header_that_its_tokenizer_does_not_fit_is_refused(tmp_path, text_file):
+    path = tmp_path / "data.bin"
+    prepare(str(text_file), path, tokenizer="bpe", bpe_vocab_size=280)
+    path.write_bytes(path.read_bytes().replace(b'"vocab_size": 280', b'"vocab_size": 999'))
+    with pytest.raises(TwellError, match="damaged header: a vocabulary of 999 recorded"):
+        open_prepared(path)
+
+
+def test_a_vocabulary_far_too_large_is_refused(tmp_path, text_file):
+    with pytest.raises(UsageError, match="at most 1048576 wanted"):
+        prepare(str(text_file), tmp_path / "x.bin", tokenizer="bpe", bpe_vocab_size=10**12)
+    assert not (tmp_path / "x.bin").exists()
 
 
 def test_nothing_that_exists_is_overwritten(tmp_path, text_file):

@@ -1,7 +1,9 @@
 """What a run shows on the way."""
 
+import errno
 import io
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,57 @@ def test_plain_lines_are_few_but_validations_are_never_left_out():
 def test_the_reporter_follows_the_terminal():
     assert isinstance(reporter_for(io.StringIO()), PlainReporter)
     assert isinstance(reporter_for(Terminal()), LiveReporter)
+
+
+class Full(Terminal):
+    """A terminal or file that takes a few lines, and then no more."""
+
+    def __init__(self, error, lines=2):
+        super().__init__()
+        self.left = lines
+        self.error = error
+        self.failures = 0
+
+    def write(self, text):
+        if self.left == 0:
+            self.failures += 1
+            raise self.error
+        self.left -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", [PlainReporter, LiveReporter])
+@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        ValueError("I/O operation on closed file"),
+    ],
+    ids=["full", "terminal gone", "pipe closed", "closed"],
+)
+def test_a_stream_that_fails_ends_the_report_and_not_the_run(kind, error, lines, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Full(error, lines)
+    show_a_run(kind(stream))
+    assert stream.failures == 1, "it is not tried again"
+
+
+def test_without_a_stderr_nothing_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    show_a_run(reporter_for())
+    show_a_run(PlainReporter())
+    closed = io.StringIO()
+    closed.close()
+    show_a_run(reporter_for(closed))
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_stdout_the_summary_is_not_shown(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    print_summary(SUMMARY)
 
 
 @pytest.mark.parametrize(

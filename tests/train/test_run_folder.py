@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,92 @@ def test_an_existing_path_is_refused_and_left_as_it_is(tmp_path, taken_by):
 
 
 def test_an_existing_run_is_refused_with_the_command_to_go_on(run):
+    save(run, 1)
     with pytest.raises(TwellError, match="twell train --resume"):
         RunFolder(run.path).create(TrainConfig())
+
+
+def test_a_run_without_a_checkpoint_is_no_dead_end(run):
+    with pytest.raises(TwellError, match="no checkpoint to go on from; .* remove it") as caught:
+        RunFolder(run.path).create(TrainConfig())
+    assert "--resume" not in str(caught.value)
+    with pytest.raises(TwellError, match="remove it and start again"):
+        run.latest_checkpoint()
+
+
+def test_a_run_that_fails_before_it_wrote_anything_leaves_no_folder(tmp_path):
+    def fail(run, write):
+        with run.new(TrainConfig()), run.lock():
+            assert run.config_path.is_file()
+            write(run)
+            raise RuntimeError("a failure")
+
+    run = RunFolder(tmp_path / "runs" / "mine")
+    with pytest.raises(RuntimeError, match="a failure"):
+        fail(run, lambda run: None)
+    assert list(tmp_path.iterdir()) == []
+    for write in (
+        lambda run: run.append_metrics({"step": 1}),
+        lambda run: run.write_sample(1, "text"),
+        lambda run: save(run, 1),
+        lambda run: (run.path / "notes.txt").write_text("precious"),
+    ):
+        run = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}")
+        with pytest.raises(RuntimeError, match="a failure"):
+            fail(run, write)
+        assert run.read_config() == TrainConfig()
+
+
+def test_a_folder_that_was_there_stays_when_its_run_fails(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise TwellError("no space")
+
+    monkeypatch.setattr(RunFolder, "write_config", refuse)
+    with pytest.raises(TwellError, match="no space"):
+        RunFolder(tmp_path).create(TrainConfig())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_process_that_was_faster_is_left_alone(run, monkeypatch):
+    monkeypatch.setattr(RunFolder, "refuse_existing", lambda self: None)
+    with pytest.raises(TwellError, match="File exists"):
+        RunFolder(run.path).create(TrainConfig(seed=6))
+    assert run.read_config() == TrainConfig(seed=5)
+
+
+def test_whether_a_run_can_be_made_is_told_without_making_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    RunFolder(tmp_path / "new" / "run").require_new()
+    RunFolder(tmp_path / "empty").require_new()
+    for path, reason in (
+        (tmp_path / "file" / "run", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path, "exists already"),
+    ):
+        with pytest.raises(TwellError, match=reason) as caught:
+            RunFolder(path).require_new()
+        assert str(path) in str(caught.value)
+        assert "free some space" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write")
+def test_a_parent_that_may_not_be_written_is_named(tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(TwellError, match="run: Permission denied"):
+        RunFolder(tmp_path / "run").require_new()
+
+
+def test_settings_that_are_missing_never_become_defaults(run):
+    lines = run.config_path.read_text().splitlines(keepends=True)
+    run.config_path.write_text("".join(line for line in lines if "learning_rate =" not in line))
+    with pytest.raises(TwellError, match=r"config\.toml: no learning_rate given; put back"):
+        run.read_config()
+    run.config_path.write_text("")
+    with pytest.raises(TwellError, match=r"no preset and \d+ more given"):
+        run.read_config()
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path):
@@ -58,13 +143,11 @@ def test_an_empty_folder_may_become_a_run(tmp_path):
     assert (tmp_path / "config.toml").is_file()
 
 
-def test_what_is_not_a_run_cannot_be_resumed(tmp_path, run):
+def test_what_is_not_a_run_cannot_be_resumed(tmp_path):
     with pytest.raises(TwellError, match="no run folder at"):
         RunFolder(tmp_path / "nowhere").read_config()
     with pytest.raises(TwellError, match="is not a run folder"):
         RunFolder(tmp_path).read_config()
-    with pytest.raises(TwellError, match="holds no checkpoint"):
-        run.latest_checkpoint()
 
 
 def test_metrics_are_appended_and_later_steps_forgotten(run):

@@ -84,6 +84,25 @@ def test_counts_survive_json(rng):
         DeadNeurons(1, 4, window=3).load_state_dict(whole.state_dict())
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": 2.0, "last_fired": [[1, 2]]},
+        {"step": True, "last_fired": [[1, 1]]},
+        {"step": -1, "last_fired": [[0, 0]]},
+        {"step": 2, "last_fired": [[1, 2.5]]},
+        {"step": 2, "last_fired": [[1, 3]]},
+        {"step": 2, "last_fired": [[1, -1]]},
+        {"step": 2, "last_fired": [[1, 2**70]]},
+        {"step": 2, "last_fired": [["1", "2"]]},
+        {"step": 2, "last_fired": [[1, 2], [1]]},
+    ],
+)
+def test_counts_that_cannot_be_are_refused(state):
+    with pytest.raises(ValueError, match=r"counts of|fired in no step|inhomogeneous"):
+        DeadNeurons(1, 2, window=3).load_state_dict(state)
+
+
 def test_revival_touches_dead_rows_and_their_moments_only(rng):
     """Fault 77: what the optimizer knows of living neurons must stay."""
     gate, first, second = (rng.standard_normal((6, 4)).astype(np.float32) for _ in range(3))

@@ -6,6 +6,7 @@ so that ``twell --help`` imports neither NumPy nor Numba.
 """
 
 import io
+import os
 import sys
 from typing import NoReturn
 
@@ -38,9 +39,21 @@ def main() -> NoReturn:
 
     Codes: 0 done, 1 failed, 2 wrong use, 130 interrupted by Ctrl-C, 143 training ended by SIGTERM.
     """
+    _reopen_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A model may write characters that a terminal's encoding lacks.
             stream.reconfigure(errors="replace")
     twell.main(prog_name="twell")
     raise AssertionError("main exits in standalone mode")
+
+
+def _reopen_closed_streams() -> None:
+    """Put an empty stream for each that whoever started this process has closed.
+
+    Python has None for it. Opened in this order they take the numbers 0, 1 and 2 again, which the
+    next files would have been given: what writes to number 2 would have written into such a file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -34,7 +34,7 @@ def data() -> None:
 )
 @click.option(
     "--bpe-vocab-size",
-    type=click.IntRange(min=257),
+    type=click.IntRange(257, 2**20),
     default=4096,
     show_default=True,
     help="Token ids of a bpe tokenizer.",

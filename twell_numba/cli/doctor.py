@@ -18,7 +18,7 @@ from twell_numba.cli.text import bytes_text, print_table
 def doctor(context: click.Context, as_json: bool) -> None:
     """Show versions, CPU, BLAS, Numba and GPU, and say what does not work and why.
 
-    Exits with 1 if kernels cannot be compiled and run here.
+    Exits with 1 if kernels cannot be compiled and run here, or not as the environment asks.
 
     \b
     Example:
@@ -42,34 +42,41 @@ def doctor(context: click.Context, as_json: bool) -> None:
         click.echo(json.dumps(report, indent=2))
     else:
         _print_report(report)
-    if not report["kernels"]["works"]:
+    if not report["kernels"]["works"] or report["cpu"]["problem"]:
         context.exit(1)
 
 
 def _print_report(report: dict[str, Any]) -> None:
     cpu, numba, kernels = report["cpu"], report["numba"], report["kernels"]
     memory = f", {bytes_text(cpu['memory_bytes'])} memory" if cpu["memory_bytes"] else ""
-    cache_state = "writable" if kernels["cache_writable"] else "NOT writable"
+    threads = "NOT usable" if cpu["threads"] is None else f"{cpu['threads']} used"
     rows = [
         ("twell_numba", report["twell_numba"]),
         ("Python", f"{report['python']} on {report['platform']}"),
         *((name, version or "MISSING") for name, version in report["packages"].items()),
         ("CPU", f"{cpu['name']} ({cpu['architecture']}{memory})"),
-        ("threads", f"{cpu['threads']} used; {cpu['usable_cores']} of {cpu['cores']} cores usable"),
+        ("threads", f"{threads}; {cpu['usable_cores']} of {cpu['cores']} cores usable"),
         *(("BLAS", _blas_text(library)) for library in report["blas"]),
         ("Numba target", f"{numba['target_cpu']} ({', '.join(numba['simd']) or 'no SIMD'})"),
         ("compiled kernels", "work" if kernels["works"] else "DO NOT WORK"),
-        ("kernel cache", f"{kernels['cache_folder']} ({cache_state})"),
+        ("kernel cache", _cache_text(kernels)),
         *_gpu_rows(report["gpu"]),
         *(("environment", f"{name}={value}") for name, value in report["environment"].items()),
     ]
     print_table(None, rows)
-    if numba["jit_disabled"]:
-        click.echo(
-            "\nNUMBA_DISABLE_JIT is set: kernels run as plain Python, very slowly; unset it."
-        )
+    if cpu["problem"]:
+        click.echo(f"\nThreads: {cpu['problem']}.")
     if kernels["problem"]:
         click.echo(f"\nKernels: {kernels['problem']}.")
+
+
+def _cache_text(kernels: dict[str, Any]) -> str:
+    if not kernels["works"]:
+        return "none: kernels do not work"
+    if kernels["cache_folder"] is None:
+        return "NONE: kernels are compiled anew in each process"
+    state = "writable" if kernels["cache_writable"] else "NOT writable"
+    return f"{kernels['cache_folder']} ({state})"
 
 
 def _blas_text(library: dict[str, Any]) -> str:

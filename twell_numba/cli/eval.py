@@ -1,5 +1,7 @@
 """``twell eval``: how good and how sparse a model is."""
 
+import math
+import warnings
 from typing import Any
 
 import click
@@ -11,6 +13,7 @@ from twell_numba.cli.options import (
     json_option,
 )
 from twell_numba.cli.text import print_table
+from twell_numba.errors import TwellError
 from twell_numba.strict_json import to_json
 
 
@@ -43,16 +46,26 @@ def evaluate(
     """
     from twell_numba.infer.describe import weight_sparsity_by_layer
     from twell_numba.infer.evaluate import evaluate as evaluate_model
+    from twell_numba.infer.evaluate import require_finite_weights
     from twell_numba.models.checkpoint import load_model
     from twell_numba.train.held_out import held_out_windows
 
     model, tokenizer = load_model(run, ffn_path=ffn_path)
+    require_finite_weights(model)
     tokens, source = held_out_windows(run, model, tokenizer, data=data, count=windows)
     click.echo(
         f"Measuring {len(tokens):,} sequences of {tokens.shape[1] - 1:,} tokens of {source}",
         err=True,
     )
-    result = evaluate_model(model, tokens, tokenizer)
+    with warnings.catch_warnings():
+        # What NumPy would warn of shows in the loss.
+        warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
+        result = evaluate_model(model, tokens, tokenizer)
+    if not math.isfinite(result["loss"]):
+        raise TwellError(
+            f"the loss of {run} is {result['loss']}, a finite number wanted: the model has "
+            f"diverged, use an earlier checkpoint"
+        )
     if as_json:
         click.echo(to_json(result, indent=2))
     else:

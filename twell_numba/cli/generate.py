@@ -56,7 +56,8 @@ def generate(
 ) -> None:
     """Stream text from the model in RUN, a run folder or a checkpoint.
 
-    The prompt and its continuation go to stdout, notes to stderr.
+    The prompt and its continuation go to stdout, notes to stderr. On a terminal, control characters
+    are written out, as in \\x1b; a file or a pipe gets the text as it is.
 
     \b
     Example:
@@ -66,7 +67,9 @@ def generate(
         prompt = _read_prompt()
     from twell_numba.infer.generate import generate as generate_text
     from twell_numba.models.checkpoint import load_model
+    from twell_numba.models.tokenizer import valid_unicode
 
+    prompt = valid_unicode(prompt)
     model, tokenizer = load_model(run, ffn_path=ffn_path)
     generation = generate_text(
         model,
@@ -89,9 +92,9 @@ def generate(
         }
         click.echo(json.dumps(result, indent=2))
         return
-    click.echo(prompt, nl=False)
+    _show(prompt)
     for piece in generation:
-        click.echo(piece, nl=False)
+        _show(piece)
     click.echo()
     if generation.reason == "context":
         click.echo(
@@ -99,6 +102,13 @@ def generate(
             f"{model.config.context_length} tokens is full.",
             err=True,
         )
+
+
+def _show(text: str) -> None:
+    from twell_numba.infer.text_stream import printable
+
+    # With color, click leaves a text as it is.
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
 
 
 def _read_prompt() -> str:

@@ -14,6 +14,14 @@ from twell_numba.errors import TwellError
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
+# What needs less memory, by command.
+_SMALLER = {
+    "train": "a smaller preset, batch_size or context_length needs less",
+    "generate": "a shorter prompt or a smaller model needs less",
+    "eval": "a smaller model or smaller --data needs less",
+    "bench": "smaller sizes need less",
+}
+
 
 class LazyGroup(click.Group):
     """A group that imports ``package.NAME`` only when its command NAME is asked for.
@@ -62,6 +70,15 @@ class LazyGroup(click.Group):
             )
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MemoryError as error:
+            advice = _SMALLER.get(ctx.invoked_subcommand or "", "something smaller needs less")
+            given = f" ({error})" if str(error) else ""
+            message = f"not enough memory{given}; {advice}, or end other programs"
+            raise TwellError(message) from error
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -104,12 +121,6 @@ class LazyGroup(click.Group):
         except OSError as error:
             code = _report(_describe_os_error(error), 1)
             _discard_unwritable_output()
-        except MemoryError as error:
-            code = _report(
-                f"not enough memory ({error or 'the system refused it'}); "
-                "a smaller preset, batch_size or context_length needs less",
-                1,
-            )
         if standalone_mode:
             sys.exit(code)
         return code

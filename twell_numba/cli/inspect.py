@@ -9,6 +9,7 @@ import click
 from twell_numba.cli.options import common_options, json_option
 from twell_numba.cli.text import bytes_text, print_histogram, print_table
 from twell_numba.errors import TwellError, UsageError
+from twell_numba.models.reading import exists, is_file
 
 
 @click.command("inspect")
@@ -32,13 +33,13 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     """
     if picture is not None and Path(picture).suffix.lower() != ".png":
         raise UsageError(f"--plot {picture} given, a file name that ends in .png wanted")
-    if not Path(path).exists():
+    if not exists(path):
         raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
     from twell_numba.infer import describe
 
     if Path(path).name == describe.WEIGHTS_NAME:
         path = str(Path(path).parent)
-    is_matrix = Path(path).is_file()
+    is_matrix = is_file(path)
     if picture is not None and not is_matrix:
         raise UsageError(f"--plot given, but {path} is no saved matrix; leave --plot out")
     if is_matrix:

@@ -31,14 +31,26 @@ class DeviceType(click.ParamType):
 
 
 def device_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--device``, passed on as ``device="cpu"``; a GPU is refused with one line."""
+    """Add ``--device``, passed on as ``device="cpu"``; a GPU is refused with one line.
+
+    So is, before the command runs, an environment in which nothing can be computed.
+    """
     return click.option(
         "--device",
         type=DeviceType(),
         default="auto",
         show_default=True,
+        callback=_in_usable_environment,
         help="Where to compute.",
     )(command)
+
+
+def _in_usable_environment(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not context.resilient_parsing:
+        from twell_numba.device.machine import require_usable_environment
+
+        require_usable_environment()
+    return value
 
 
 def seed_option(default: int | None, help: str = "Seed of all random choices.") -> Decorator:

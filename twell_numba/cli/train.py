@@ -61,6 +61,8 @@ def train(
       twell train --preset small --data my-texts/ --set l1_activation=5e-4
       twell train --resume runs/tiny-1
     """
+    if out is not None and not out.strip():
+        raise UsageError(f"--out {out!r} given, the name of a new run folder wanted")
     named = {"data": data, "steps": steps, "seed": seed}
     given = [
         *overrides,

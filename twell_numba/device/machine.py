@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.device.threads import thread_count
+from twell_numba.device.threads import requested_thread_count, thread_count
+from twell_numba.errors import UsageError
 
 REQUIRED_PACKAGES = (
     "numpy",
@@ -40,6 +41,26 @@ SIMD_FEATURES = (
 # Settings in the environment that change which code runs or how fast: worth seeing in a report.
 SETTING_PREFIXES = ("TWELL_", "NUMBA_", "OPENBLAS_", "MKL_", "OMP_", "VECLIB_", "CUDA_VISIBLE_")
 
+_NEEDS_COMPILATION = "NUMBA_DISABLE_JIT is set, but this package needs compiled kernels; unset it"
+
+
+def require_usable_environment() -> None:
+    """Refuse settings in the environment with which nothing can be computed.
+
+    Quick: Numba is not imported.
+
+    Raises
+    ------
+    UsageError
+    """
+    requested_thread_count()
+    try:
+        jit_disabled = int(os.environ.get("NUMBA_DISABLE_JIT", "0")) != 0
+    except ValueError:  # Numba warns of it, and compiles
+        jit_disabled = False
+    if jit_disabled:
+        raise UsageError(_NEEDS_COMPILATION)
+
 
 def package_versions() -> dict[str, str | None]:
     """Return the installed version of each required package; ``None`` where it is missing."""
@@ -56,15 +77,24 @@ def settings_in_environment() -> dict[str, str]:
 
 
 def describe_cpu() -> dict[str, Any]:
-    """Return the processor's name, its cores, those this process may use, and the threads used."""
+    """Return the processor's name, its cores, those this process may use, and the threads used.
+
+    ``threads`` is None, and ``problem`` says why, where the number asked for cannot be.
+    """
+    threads, problem = None, None
+    try:
+        threads = thread_count()
+    except UsageError as error:
+        problem = str(error)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "name": _cpu_name(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": usable,
-        "threads": thread_count(),
+        "threads": threads,
         "memory_bytes": _memory_bytes(),
+        "problem": problem,
     }
 
 
@@ -105,14 +135,20 @@ def check_compilation() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``works`` (bool), ``cache_folder`` (str or None), ``cache_writable`` (bool), ``problem``.
+        ``works`` (bool), ``cache_folder`` (str; None where kernels are compiled anew in each
+        process), ``cache_writable`` (bool), ``problem``.
     """
+    from numba.core import config
+
     result: dict[str, Any] = {
         "works": False,
         "cache_folder": None,
         "cache_writable": False,
         "problem": None,
     }
+    if config.DISABLE_JIT:
+        result["problem"] = _NEEDS_COMPILATION
+        return result
     try:
         kernel = _self_test_kernel()
         x = np.arange(-8, 9, dtype=np.float32)
@@ -128,8 +164,9 @@ def check_compilation() -> dict[str, Any]:
     result["cache_folder"] = folder
     result["cache_writable"] = folder is not None and _is_writable(Path(folder))
     if not result["cache_writable"] and result["problem"] is None:
+        where = "in any folder that Numba tries" if folder is None else f"in {folder}"
         result["problem"] = (
-            f"kernels cannot be cached in {folder}, so every start compiles them again; "
+            f"kernels cannot be cached {where}, so every process compiles them anew; "
             "set NUMBA_CACHE_DIR to a folder that can be written"
         )
     return result

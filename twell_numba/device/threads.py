@@ -14,6 +14,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from twell_numba.errors import UsageError
+
+THREADS_VARIABLE = "TWELL_NUM_THREADS"
+_MOST_THREADS = 4096
+
 _lock = threading.Lock()
 _inside_task = threading.local()
 _executor: ThreadPoolExecutor | None = None
@@ -24,11 +29,38 @@ def thread_count() -> int:
     """Return how many threads share the work (the calling thread included).
 
     It is ``TWELL_NUM_THREADS`` if that is set, otherwise the number of cores this process may use.
+
+    Raises
+    ------
+    UsageError
+        If ``TWELL_NUM_THREADS`` is not a number of threads.
     """
     global _thread_count
     if _thread_count is None:
         _thread_count = _default_thread_count()
     return _thread_count
+
+
+def requested_thread_count() -> int | None:
+    """Return the number in ``TWELL_NUM_THREADS``; None if that is not set, or empty.
+
+    Raises
+    ------
+    UsageError
+        If it is not a whole number of at least 1.
+    """
+    written = os.environ.get(THREADS_VARIABLE, "").strip()
+    if not written:
+        return None
+    # isdecimal alone would let digits of other scripts pass.
+    is_number = written.isascii() and written.isdecimal() and len(written) < 10
+    if not is_number or not 1 <= int(written) <= _MOST_THREADS:
+        shown = written if len(written) <= 40 else f"{written[:37]}..."
+        raise UsageError(
+            f"{THREADS_VARIABLE}={shown!r} given in the environment, a whole number from 1 to "
+            f"{_MOST_THREADS} wanted; set it to one, or unset it to use every core"
+        )
+    return int(written)
 
 
 def set_thread_count(count: int) -> None:
@@ -107,13 +139,9 @@ def run_ranges(
 
 
 def _default_thread_count() -> int:
-    requested = os.environ.get("TWELL_NUM_THREADS")
+    requested = requested_thread_count()
     if requested is not None:
-        if not requested.isdecimal() or int(requested) < 1:
-            raise ValueError(
-                f"TWELL_NUM_THREADS={requested!r} given, a whole number of at least 1 wanted"
-            )
-        return int(requested)
+        return requested
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

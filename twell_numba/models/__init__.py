@@ -6,6 +6,7 @@
 ``models.cache``        ``KVCache``
 ``models.checkpoint``   ``save_model``, ``load_model``, ``resolve_checkpoint``
 ``models.tokenizer``    ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
+``models.reading``      why a file cannot be read
 ======================  =========================================================================
 
 Nothing is imported here, so that a config can be read without loading any kernel.

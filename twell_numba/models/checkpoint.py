@@ -18,6 +18,13 @@ from twell_numba.models.huggingface import (
     to_file_layout,
     to_huggingface,
 )
+from twell_numba.models.reading import (
+    exists,
+    is_file,
+    is_folder,
+    require_readable,
+    unreadable,
+)
 from twell_numba.models.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -103,8 +110,8 @@ def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TwellError(f"{path} cannot be read: {error.strerror}; check the path") from error
-    except ValueError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise TwellError(f"{path} is not JSON: {error}; fetch or save it again") from error
     if not isinstance(content, dict):
         raise TwellError(f"{path} does not describe a model: a JSON object wanted")
@@ -126,13 +133,13 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
     Raises
     ------
     TwellError
-        If there is no checkpoint.
+        If there is no checkpoint, or the system lets nobody look.
     """
     path = Path(path)
-    if not path.is_dir():
-        given = "is a file" if path.exists() else "does not exist"
+    if not is_folder(path):
+        given = "is a file" if exists(path) else "does not exist"
         raise TwellError(f"{path} {given}: the folder of a run or a checkpoint wanted")
-    if (path / CONFIG_NAME).is_file():
+    if is_file(path / CONFIG_NAME):
         return path
     steps = checkpoint_steps(path / "checkpoints") or checkpoint_steps(path)
     if not steps:
@@ -144,21 +151,32 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def checkpoint_steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the ``step-N`` folders of a folder by N; of a folder that does not exist, none."""
+    """Return the ``step-N`` folders of a folder by N; of a folder that does not exist, none.
+
+    Raises
+    ------
+    TwellError
+        If the folder cannot be read.
+    """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         return {}
-    matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in matches if match and path.is_dir()}
+    try:
+        paths = list(folder.iterdir())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    matches = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in paths)
+    return {int(match[1]): path for match, path in matches if match and is_folder(path)}
 
 
 def _load_weights(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     """Read the tensors of a model and check each; feedforward weights are [F, D] in the result."""
-    if not path.is_file() and path.with_name(path.name + ".index.json").is_file():
+    if not is_file(path) and is_file(path.with_name(path.name + ".index.json")):
         raise TwellError(
             f"{path} is missing: its weights are split over several files, one file wanted; "
             f"save the model again without splitting"
         )
+    require_readable(path)
     tensors = read_tensors(path)
     if config.tied_embeddings:
         _drop_copy_of_tied_head(path, tensors)

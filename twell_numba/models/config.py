@@ -2,11 +2,26 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from twell_numba.errors import UsageError
 
 FFN_KINDS = ("gated", "two_matrix")
 ACTIVATIONS = ("relu",)
+
+# Far beyond any model there is, and small enough that a wrong number is refused before anything is
+# made of its size.
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "d_model": 1 << 16,
+    "d_ffn": 1 << 20,
+    "n_layers": 1 << 12,
+    "n_heads": 1 << 16,
+    "n_kv_heads": 1 << 16,
+    "context_length": 1 << 24,
+}
+# Within these, what float32 is given stays finite and above zero.
+RANGES = {"rope_base": (1.0, 1e15), "norm_eps": (1e-30, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -16,23 +31,23 @@ class ModelConfig:
     Parameters
     ----------
     vocab_size : int
-        V, the number of token ids.
+        V, the number of token ids; at most 2^24.
     d_model : int
-        D, the width of the residual stream.
+        D, the width of the residual stream; at most 2^16.
     d_ffn : int
-        F, the number of hidden neurons of each feedforward layer.
+        F, the number of hidden neurons of each feedforward layer; at most 2^20.
     n_layers : int
-        L.
+        L; at most 4096.
     n_heads : int
         Query heads; D / n_heads, the width of a head, must be even (rotary positions turn pairs).
     n_kv_heads : int
         Key and value heads; each is shared by n_heads / n_kv_heads query heads.
     context_length : int
-        The most tokens a sequence may have.
+        The most tokens a sequence may have; at most 2^24.
     rope_base : float
-        Base of the rotary positions' wavelengths.
+        Base of the rotary positions' wavelengths, 1 to 1e15.
     norm_eps : float
-        Added to the mean square inside RMSNorm.
+        Added to the mean square inside RMSNorm, 1e-30 to 1.
     tied_embeddings : bool
         Whether the output head is the embedding table.
     ffn : {"gated", "two_matrix"}
@@ -73,33 +88,31 @@ class ModelConfig:
         UsageError
             One line naming the field, the value given and the value wanted.
         """
-        for name in (
-            "vocab_size",
-            "d_model",
-            "d_ffn",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "context_length",
-        ):
+        for name, largest in LARGEST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r} given, a whole number of at least 1 wanted")
-        for name in ("rope_base", "norm_eps"):
+                raise UsageError(
+                    f"{name}={shown(value)} given, a whole number of at least 1 wanted"
+                )
+            if value > largest:
+                raise UsageError(f"{name}={shown(value)} given, at most {largest} wanted")
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UsageError(f"{name}={value!r} given, a number wanted")
-            if not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{name}={value!r} given, a finite number above 0 wanted")
+                raise UsageError(f"{name}={shown(value)} given, a number wanted")
+            if not low <= value <= high:
+                raise UsageError(
+                    f"{name}={shown(value)} given, a number from {low:g} to {high:g} wanted"
+                )
         if not isinstance(self.tied_embeddings, bool):
             raise UsageError(
-                f"tied_embeddings={self.tied_embeddings!r} given, true or false wanted"
+                f"tied_embeddings={shown(self.tied_embeddings)} given, true or false wanted"
             )
         if self.ffn not in FFN_KINDS:
-            raise UsageError(f"ffn={self.ffn!r} given, one of {', '.join(FFN_KINDS)} wanted")
+            raise UsageError(f"ffn={shown(self.ffn)} given, one of {', '.join(FFN_KINDS)} wanted")
         if self.activation not in ACTIVATIONS:
             raise UsageError(
-                f"activation={self.activation!r} given, only relu is supported: "
+                f"activation={shown(self.activation)} given, only relu is supported: "
                 f"its zeros are exact, which sparse paths need"
             )
         if self.d_model % self.n_heads:
@@ -148,3 +161,13 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Return how many numbers are trained; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: cut off where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes out no whole number of thousands of digits, and nothing nested too deeply.
+        return f"a value of type {type(value).__name__} too large to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.errors import TwellError
-from twell_numba.models.config import ModelConfig
+from twell_numba.models.config import ModelConfig, shown
 
 # Other tools would open a two-matrix model named "llama" with a gate of random numbers.
 MODEL_TYPES = {"gated": "llama", "two_matrix": "two_matrix_llama"}
@@ -63,19 +63,19 @@ def from_huggingface(content: Mapping[str, Any]) -> ModelConfig:
     model_type = content.get("model_type")
     if ffn not in list(MODEL_TYPES) or model_type != MODEL_TYPES[ffn]:
         raise TwellError(
-            f"model_type {model_type!r} with ffn {ffn!r} given, one of "
+            f"model_type {shown(model_type)} with ffn {shown(ffn)} given, one of "
             f"{', '.join(MODEL_TYPES.values())} wanted: other models are not supported"
         )
     activation = content.get("hidden_act")
     if activation != "relu":
         raise TwellError(
-            f"hidden_act {activation!r} given, 'relu' wanted: a model with another activation has "
-            f"no exact zeros to make use of, and is not supported"
+            f"hidden_act {shown(activation)} given, 'relu' wanted: a model with another activation "
+            f"has no exact zeros to make use of, and is not supported"
         )
     for key in ("attention_bias", "mlp_bias"):
         if content.get(key):
             raise TwellError(
-                f"{key} {content[key]!r} given, false wanted: biases are not supported"
+                f"{key} {shown(content[key])} given, false wanted: biases are not supported"
             )
     values = {ours: content[theirs] for theirs, ours in SAME_VALUES.items() if theirs in content}
     values.setdefault("tied_embeddings", False)  # their defaults
@@ -88,7 +88,7 @@ def from_huggingface(content: Mapping[str, Any]) -> ModelConfig:
     head_width = content.get("head_dim") or config.head_width
     if head_width != config.head_width:
         raise TwellError(
-            f"head_dim {head_width} given, hidden_size / num_attention_heads = "
+            f"head_dim {shown(head_width)} given, hidden_size / num_attention_heads = "
             f"{config.head_width} wanted: other widths are not supported"
         )
     return config
@@ -114,11 +114,11 @@ def _is_transposed(name: str) -> bool:
 def _rope_base(content: Mapping[str, Any]) -> float:
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise TwellError(f"rope_parameters {rope!r} given, an object wanted")
+        raise TwellError(f"rope_parameters {shown(rope)} given, an object wanted")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise TwellError(
-            f"rotary positions of type {kind!r} given, 'default' wanted: scaled ones are not "
+            f"rotary positions of type {shown(kind)} given, 'default' wanted: scaled ones are not "
             f"supported"
         )
     return rope.get("rope_theta", content.get("rope_theta", 10000.0))

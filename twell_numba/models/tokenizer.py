@@ -15,6 +15,7 @@ import tokenizers
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
+from twell_numba.models.reading import is_file, unreadable
 
 FILE_NAME = "tokenizer.json"
 
@@ -47,7 +48,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of ``text`` as token ids (int64)."""
-        return np.frombuffer(_valid_unicode(text).encode(), np.uint8).astype(np.int64)
+        return np.frombuffer(valid_unicode(text).encode(), np.uint8).astype(np.int64)
 
     def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
         """Return the bytes that the tokens stand for.
@@ -108,7 +109,7 @@ class BPETokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids (int64) of ``text``; nothing is put before or after it."""
-        encoding = self._tokenizer.encode(_valid_unicode(text), add_special_tokens=False)
+        encoding = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False)
         return np.array(encoding.ids, np.int64)
 
     def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
@@ -139,10 +140,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokeniz
         If it is missing, cannot be read, or is of a kind that is not supported.
     """
     path = Path(folder, FILE_NAME)
-    if not path.is_file():
+    if not is_file(path):
         raise TwellError(f"{path} is missing: a checkpoint's tokenizer wanted, check the path")
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise TwellError(
+            f"{path} cannot be read as a tokenizer: {error}; fetch or save it again"
+        ) from error
+    try:
         if _is_byte_vocabulary(json.loads(text)):
             return ByteTokenizer()
         tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -180,7 +188,7 @@ def _is_byte_vocabulary(content: object) -> bool:
     return False
 
 
-def _valid_unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """Replace lone surrogates, which undecodable command-line bytes turn into, by U+FFFD."""
     try:
         text.encode()
