@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell_numba.cli.text import bytes_text, print_histogram, print_table
+from twell_numba.cli.text import bytes_text, note, print_histogram, print_table
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,15 @@ def test_bars_show_every_count_above_zero(capsys: pytest.CaptureFixture[str]) ->
     print_histogram([1000, 1, 0], ["0", "1", "2-3"], width=10)
     bars = [line.count("#") for line in capsys.readouterr().out.splitlines()]
     assert bars == [10, 1, 0]
+
+
+def test_a_note_that_stderr_does_not_take_is_no_error(monkeypatch):
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr("sys.stderr", Full())
+    note("a line")

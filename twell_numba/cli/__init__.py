@@ -37,7 +37,8 @@ twell = LazyGroup("twell", COMMANDS, package="twell_numba.cli", help=HELP)
 def main() -> NoReturn:
     """Run the command line and exit.
 
-    Codes: 0 done, 1 failed, 2 wrong use, 130 interrupted by Ctrl-C, 143 training ended by SIGTERM.
+    Codes: 0 done, 1 failed, 2 wrong use, 130 interrupted by Ctrl-C, 143 and 129 training ended by
+    SIGTERM and SIGHUP.
     """
     _reopen_closed_streams()
     for stream in (sys.stdout, sys.stderr):

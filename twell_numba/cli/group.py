@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from twell_numba import __version__
+from twell_numba.cli.text import note
 from twell_numba.errors import TwellError
 
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
@@ -142,7 +143,7 @@ def _discard_unwritable_output() -> None:
 
 def _report(message: str, code: int) -> int:
     one_line = " ".join(message.split())
-    click.echo(f"Error: {one_line}", err=True)
+    note(f"Error: {one_line}")
     return code
 
 

@@ -1,6 +1,7 @@
 """How results are written: aligned tables, byte counts, histograms."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import click
 
@@ -18,6 +19,12 @@ def print_table(header: Sequence[str] | None, rows: Iterable[Sequence[object]]) 
             for cell, width, right in zip(line, widths, numeric, strict=True)
         ]
         click.echo("  ".join(cells).rstrip())
+
+
+def note(line: str) -> None:
+    """Print a line to stderr; where that is full or closed, only the exit code can speak."""
+    with suppress(OSError, ValueError):
+        click.echo(line, err=True)
 
 
 def bytes_text(count: int) -> str:

@@ -5,6 +5,7 @@ import json
 import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
+from twell_numba.cli.text import note
 from twell_numba.errors import UsageError
 from twell_numba.strict_json import to_json
 
@@ -79,7 +80,7 @@ def train(
     else:
         config = resolve(preset, config_file, given)
         folder = out or str(next_run_path(config.preset))
-        RunFolder(folder).refuse_existing()  # before the seconds that loading Numba takes
+        RunFolder(folder).require_new()  # before the seconds that loading Numba takes
     from twell_numba.device.memory import keep_freed_memory
     from twell_numba.train.loop import train as run_training
     from twell_numba.train.report import Reporter, closing_lines, print_summary
@@ -97,7 +98,7 @@ def train(
         print_summary(summary)
     if not quiet:
         for line in closing_lines(config, folder):
-            click.echo(line, err=True)
+            note(line)
 
 
 def _override(key: str, value: str | int) -> str:
