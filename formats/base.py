@@ -2,12 +2,14 @@
 
 A format is a subclass of :class:`SparseMatrix`. It names its arrays and parameters, and provides a
 constructor that takes them by name, ``_pack``, ``_pack_dense``, ``coordinates``, ``validate``,
-``_layout`` and ``_multiply``. Conversions, comparison, copies and files are written here once, in
-terms of those.
+``_layout``, and where its product kernels are. Conversions, comparison, copies, products and files
+are written here once, in terms of those.
 """
 
 import copy
+import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, ClassVar, Self
 
@@ -38,7 +40,9 @@ class SparseMatrix(ABC):
     """
 
     format_name: ClassVar[str]
-    """The format's name in files."""
+    """The format's name in files, and of its product kernels: ``{format_name}_matmul``."""
+    kernel_family: ClassVar[str]
+    """The folder of ``twell_numba.kernels`` in which those are."""
     array_names: ClassVar[tuple[str, ...]]
     """The attributes that hold arrays; the constructor takes them by these names."""
     parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -113,19 +117,10 @@ class SparseMatrix(ABC):
     def _layout(self) -> dict[str, int]:
         """Return the keywords with which ``_pack`` lays a matrix out as this one is."""
 
-    # Products, by kernels imported at call time.
-
-    @abstractmethod
-    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
-
-    @abstractmethod
-    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
-
-    @abstractmethod
-    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray: ...
-
-    @abstractmethod
-    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any: ...
+    def _kernel(self, operation: str) -> Callable[..., Any]:
+        """Return a product kernel of this format; kernels are imported only when they are used."""
+        family = importlib.import_module(f"twell_numba.kernels.{self.kernel_family}")
+        return getattr(family, f"{self.format_name}_{operation}")
 
     def _padding(self) -> dict[str, np.ndarray]:
         """Return masks of the elements that no operation reads, by the names of their arrays."""
@@ -385,7 +380,7 @@ class SparseMatrix(ABC):
         ValueError
             If the shapes do not fit.
         """
-        return self._multiply(X)
+        return self._kernel("matmul")(self, X)
 
     def __rmatmul__(self, X: Any) -> np.ndarray:
         """Return ``X @ A`` of a dense vector or matrix ``X``, a NumPy array; as ``A @ X``.
@@ -398,7 +393,7 @@ class SparseMatrix(ABC):
         -------
         array, shape (columns,) or (N, columns)
         """
-        return self._multiply_from_left(X)
+        return self._kernel("left_matmul")(X, self)
 
     def matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
         """Return ``A @ X``, in ``out`` if that is given.
@@ -415,7 +410,7 @@ class SparseMatrix(ABC):
         TypeError, ValueError
             As ``A @ X``; also if ``out`` has the wrong dtype or shape, or is read-only.
         """
-        return self._multiply(X, out)
+        return self._kernel("matmul")(self, X, out)
 
     def transposed_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
         """Return ``A.T @ X`` without building the transpose; as :meth:`matmul`.
@@ -425,7 +420,7 @@ class SparseMatrix(ABC):
         X : array, shape (rows,) or (rows, N)
         out : array, shape (columns,) or (columns, N), optional
         """
-        return self._multiply_transposed(X, out)
+        return self._kernel("transposed_matmul")(self, X, out)
 
     def left_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
         """Return ``X @ A``; as :meth:`matmul`.
@@ -435,7 +430,7 @@ class SparseMatrix(ABC):
         X : array, shape (rows,) or (N, rows)
         out : array, shape (columns,) or (N, columns), optional
         """
-        return self._multiply_from_left(X, out)
+        return self._kernel("left_matmul")(X, self, out)
 
     def sampled_product(self, Y: Any, X: Any, out: Self | None = None) -> Self:
         """Return the values of ``Y @ X.T`` at this matrix's entries, and nothing elsewhere.
@@ -464,7 +459,7 @@ class SparseMatrix(ABC):
         ValueError
             If the shapes or patterns do not fit.
         """
-        return self._sample(Y, X, out)
+        return self._kernel("sampled_product")(self, Y, X, out)
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same matrix, by value.

@@ -80,6 +80,7 @@ class BlockELLMatrix(SparseMatrix):
     """
 
     format_name = "block_ell"
+    kernel_family = "block_ell"
     array_names = ("values", "block_columns")
     parameter_names = ("block_size",)
     layout_names = ("block_size", "blocks_per_row")
@@ -341,26 +342,6 @@ class BlockELLMatrix(SparseMatrix):
             & (columns < self.shape[1])[:, :, np.newaxis, :]
         )
         return {"values": ~inside}
-
-    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.block_ell import block_ell_matmul
-
-        return block_ell_matmul(self, X, out)
-
-    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.block_ell import block_ell_transposed_matmul
-
-        return block_ell_transposed_matmul(self, X, out)
-
-    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.block_ell import block_ell_left_matmul
-
-        return block_ell_left_matmul(X, self, out)
-
-    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
-        from twell_numba.kernels.block_ell import block_ell_sampled_product
-
-        return block_ell_sampled_product(self, Y, X, out)
 
     def _notes(self) -> list[str]:
         return [f"{self.blocks} blocks"]

@@ -43,6 +43,7 @@ class CSRMatrix(SparseMatrix):
     """
 
     format_name = "csr"
+    kernel_family = "csr"
     array_names = ("data", "indices", "indptr")
 
     data: np.ndarray
@@ -85,26 +86,6 @@ class CSRMatrix(SparseMatrix):
 
     def _layout(self) -> dict[str, int]:
         return {}
-
-    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.csr import csr_matmul
-
-        return csr_matmul(self, X, out)
-
-    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.csr import csr_transposed_matmul
-
-        return csr_transposed_matmul(self, X, out)
-
-    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.csr import csr_left_matmul
-
-        return csr_left_matmul(X, self, out)
-
-    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
-        from twell_numba.kernels.csr import csr_sampled_product
-
-        return csr_sampled_product(self, Y, X, out)
 
     @property
     def T(self) -> Self:

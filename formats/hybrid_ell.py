@@ -41,6 +41,7 @@ class HybridELLMatrix(ELLMatrix):
     """
 
     format_name = "hybrid_ell"
+    kernel_family = "ell_product"
     layout_names = ("width",)
 
     def __init__(
@@ -94,26 +95,6 @@ class HybridELLMatrix(ELLMatrix):
 
     def _layout(self) -> dict[str, int]:
         return {"width": self.width}
-
-    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import hybrid_ell_matmul
-
-        return hybrid_ell_matmul(self, X, out)
-
-    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import hybrid_ell_transposed_matmul
-
-        return hybrid_ell_transposed_matmul(self, X, out)
-
-    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import hybrid_ell_left_matmul
-
-        return hybrid_ell_left_matmul(X, self, out)
-
-    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
-        from twell_numba.kernels.ell_product import hybrid_ell_sampled_product
-
-        return hybrid_ell_sampled_product(self, Y, X, out)
 
     @property
     def segments_per_row(self) -> int:

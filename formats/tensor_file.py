@@ -92,6 +92,13 @@ def open_tensor_file(path: str | PathLike[str]) -> Iterator["TensorFile"]:
         given = "is not a regular file" if os.path.exists(path) else "is missing"
         raise TwellError(f"{os.fspath(path)} {given}: a safetensors file wanted, check the path")
     try:
+        # The library calls a file that may not be read missing.
+        open(path, "rb").close()
+    except OSError as error:
+        raise TwellError(
+            f"{os.fspath(path)} cannot be read: {error.strerror}; make it readable"
+        ) from error
+    try:
         with safe_open(path, framework="numpy") as file:
             yield TensorFile(file)
     except (SafetensorError, OSError) as error:

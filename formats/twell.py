@@ -48,6 +48,7 @@ class TwELLMatrix(ELLMatrix):
     """
 
     format_name = "twell"
+    kernel_family = "ell_product"
     parameter_names = ("tile",)
     layout_names = ("tile", "slots", "compression")
 
@@ -112,26 +113,6 @@ class TwELLMatrix(ELLMatrix):
 
     def _layout(self) -> dict[str, int]:
         return {"tile": self.tile, "slots": self.slots}
-
-    def _multiply(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import twell_matmul
-
-        return twell_matmul(self, X, out)
-
-    def _multiply_transposed(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import twell_transposed_matmul
-
-        return twell_transposed_matmul(self, X, out)
-
-    def _multiply_from_left(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
-        from twell_numba.kernels.ell_product import twell_left_matmul
-
-        return twell_left_matmul(X, self, out)
-
-    def _sample(self, Y: Any, X: Any, out: Any = None) -> Any:
-        from twell_numba.kernels.ell_product import twell_sampled_product
-
-        return twell_sampled_product(self, Y, X, out)
 
     @property
     def segments_per_row(self) -> int:

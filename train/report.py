@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from twell_numba.infer.text_stream import printable
 from twell_numba.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -187,10 +188,10 @@ class LiveReporter(Reporter):
     def sample(self, step: int, text: str) -> None:
         from rich.panel import Panel
 
-        # A Text, so that brackets in the sample are not taken for markup.
-        self._console.print(
-            Panel(self._text(text), title=f"sample after step {step}", title_align="left")
-        )
+        # A Text, so that brackets in the sample are not taken for markup; printable, so that what a
+        # young model writes does not command the terminal.
+        written = self._text(printable(text))
+        self._console.print(Panel(written, title=f"sample after step {step}", title_align="left"))
 
     def note(self, text: str) -> None:
         self._console.print(self._text(text))

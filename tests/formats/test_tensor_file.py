@@ -249,3 +249,15 @@ for path in sys.argv[1:]:
         [sys.executable, "-c", program, *paths], check=True, capture_output=True, text=True
     )
     assert run.stdout.split() == ["refused"] * 3
+
+
+def test_a_file_that_may_not_be_read_is_called_so(tmp_path, monkeypatch):
+    path = tmp_path / "tensors.safetensors"
+    write_tensors(path, {"a": np.ones(3)})
+
+    def refuse(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(TwellError, match="cannot be read: Permission denied; make it readable"):
+        read_tensors(path)

@@ -202,3 +202,10 @@ def test_the_next_command_can_be_pasted_into_a_shell():
     assert '--prompt "def "' in "\n".join(
         closing_lines(TrainConfig(sample_prompt="a\nb"), Path("run"))
     )
+
+
+def test_a_sample_cannot_command_the_terminal():
+    stream = Terminal()
+    with LiveReporter(stream) as reporter:
+        reporter.sample(1, "before\x1bcafter\x1a")
+    assert r"before\x1bcafter\x1a" in stream.getvalue()
