@@ -8,8 +8,8 @@ neuron. The functions have the names and arguments of the TwELL family, so that 
 either.
 
 Bound by BLAS: 3 (or 2) products forward, 6 (or 4) backward. What lies between two products runs as
-one kernel over a panel of rows that is still in the cache: at M = 1024, F = 2048 relu, product and
-sum take 0.4 ms so, 1.3 ms as NumPy expressions over whole arrays.
+one kernel over a panel of rows: at M = 1024, F = 2048 relu and product take 0.27 ms on 2 threads,
+0.94 ms as two NumPy operations over whole arrays.
 """
 
 from collections.abc import Callable

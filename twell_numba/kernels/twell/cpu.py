@@ -19,16 +19,19 @@ TwELL tail, too dense for their tiles, go through BLAS as dense rows.
 
 What bounds the speed. Every stored entry moves 2 rows of D numbers forward and 4 backward, mostly
 from the last-level cache: at 1% of F = 2048, D = 512 float32 that is 84 MB forward, which two
-threads read in 1.0 ms (84 GB/s), beside a gate product of 4.8 ms (AVX-512) or 8.4 ms (AVX2).
+threads read in 1.2 ms (70 GB/s), beside a gate product of 4.8 ms (AVX-512) or 8.8 ms (AVX2).
 
 64 entries a tile of 256 are the default: where 2% of the neurons fire that is as fast as 32, at 9%
-it is 1.2 to 1.5 times as fast, because hardly a row overflows.
+it is 1.2 to 1.6 times as fast, because hardly a row overflows.
 
-Versions tried for M = 1024, D = 512, F = 2048, 20 entries a row, 2 threads, milliseconds, gather
-only: one entry at a time 1.4; two 1.2; four at a time (here) 1.05; four with software prefetch of
-the next rows 1.09; neuron by neuron over panels of 128, 256, 512 tokens 1.40, 1.38, 1.33. For
-packing: entry by entry 0.45; skipping 16 zeros at once 0.5; a vector comparison whose mask bits are
-walked (here) 0.23.
+Versions tried for M = 1024, D = 512, F = 2048, 20 entries a row, 2 threads, milliseconds:
+
+- gathering right after the gate product: one entry at a time 1.34, two 1.24, four (here) 1.16, six
+  1.21, eight 1.18. In another run four took 1.09, and so they did with software prefetch of the next
+  rows; neuron by neuron over panels of 128, 256, 512 tokens took 1.40, 1.38, 1.33.
+- packing alone: entry by entry 0.58, skipping 16 zeros at once 0.67, a vector comparison whose mask
+  bits are walked (here) 0.19.
+- prefetch in the backward pass by neuron, of x, of dy, or of both: no difference.
 """
 
 import itertools
