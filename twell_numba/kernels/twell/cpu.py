@@ -27,7 +27,7 @@ it is 1.2 to 1.6 times as fast, because hardly a row overflows.
 Versions tried for M = 1024, D = 512, F = 2048, 20 entries a row, 2 threads, milliseconds:
 
 - gathering right after the gate product: one entry at a time 1.34, two 1.24, four (here) 1.16, six
-  1.21, eight 1.18. In another run four took 1.09, and so they did with software prefetch of the next
+  1.21, eight 1.18. In another run four took 1.09, with and without software prefetch of the next
   rows; neuron by neuron over panels of 128, 256, 512 tokens took 1.40, 1.38, 1.33.
 - packing alone: entry by entry 0.58, skipping 16 zeros at once 0.67, a vector comparison whose mask
   bits are walked (here) 0.19.
