@@ -82,5 +82,13 @@ def test_wrong_arguments_are_refused(rng):
     weights = rng.standard_normal((3, 20, 8))
     with pytest.raises(ValueError, match=r"down_weight of shape \(8, 20\)"):
         cpu.gated_ffn_forward(x, weights[0], weights[1], weights[2].T)
+    gradients = np.zeros((3, 20, 8))
+    _, activations = cpu.gated_ffn_forward(x, *weights)
+    with pytest.raises(ValueError, match=r"activations of shape \(3, 20\) given, \(2, 20\) wanted"):
+        cpu.gated_ffn_backward(x[:2], x[:2], *weights, activations, 0.0, *gradients)
+    with pytest.raises(TypeError, match="activations of type NoneType given"):
+        cpu.gated_ffn_backward(x, x, *weights, None, 0.0, *gradients)
+    with pytest.raises(ValueError, match="one array given for several"):
+        cpu.ffn_backward(x, x, *weights[1:], activations, 0.0, gradients[0], gradients[0])
     with pytest.raises(TypeError, match="float32 or float64 wanted"):
         cpu.ffn_forward(x.astype(int), weights[0], weights[1])

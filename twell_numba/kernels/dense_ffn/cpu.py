@@ -19,8 +19,8 @@ import numpy as np
 from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, single_threaded_blas
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
-from twell_numba.kernels.checks import float_inputs, require_in_place, require_shape
 from twell_numba.kernels.dense_ffn.reference import DenseActivations
+from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs
 
 # Rows a thread takes through all products at a time.
 PANEL_ROWS = 512
@@ -44,7 +44,7 @@ def gated_ffn_forward(
     activations : DenseActivations
         What :func:`gated_ffn_backward` needs.
     """
-    x, gate_weight, up_weight, down_weight = _check_arguments(
+    x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
     shape = (x.shape[0], gate_weight.shape[0])
@@ -91,11 +91,18 @@ def gated_ffn_backward(
     -------
     dx : ndarray, shape (M, D)
     """
-    x, gate_weight, up_weight, down_weight = _check_arguments(
+    x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
-    dy = _check_gradients(
-        dy, x, gate_weight, gate_grad=gate_grad, up_grad=up_grad, down_grad=down_grad
+    dy = backward_inputs(
+        dy,
+        x,
+        gate_weight,
+        activations,
+        DenseActivations,
+        gate_grad=gate_grad,
+        up_grad=up_grad,
+        down_grad=down_grad,
     )
     gate, up, hidden = activations
     assert up is not None, "activations of a gated layer wanted"
@@ -120,7 +127,7 @@ def ffn_forward(
     x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray
 ) -> tuple[np.ndarray, DenseActivations]:
     """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
-    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
+    x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     shape = (x.shape[0], up_weight.shape[0])
     up, hidden = (np.empty(shape, x.dtype) for _ in range(2))
     y = np.empty_like(x)
@@ -145,8 +152,10 @@ def ffn_backward(
     down_grad: np.ndarray,
 ) -> np.ndarray:
     """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
-    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
-    dy = _check_gradients(dy, x, up_weight, up_grad=up_grad, down_grad=down_grad)
+    x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
+    dy = backward_inputs(
+        dy, x, up_weight, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
+    )
     up, _, hidden = activations
     scale = x.dtype.type(l1_scale)
     d_up = np.empty_like(up)
@@ -179,24 +188,6 @@ def activation_statistics(activations: DenseActivations) -> tuple[int, float, np
     fired = np.zeros(hidden.shape[1], np.bool_)
     nonzeros, absolute_sum = _statistics(hidden, fired)
     return nonzeros, absolute_sum, fired
-
-
-def _check_arguments(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    x, *weights = float_inputs(**arrays)
-    require_shape("x", x, ("M", "D"))
-    for name, weight in zip(list(arrays)[1:], weights, strict=True):
-        require_shape(name, weight, (weights[0].shape[0], x.shape[1]))
-    return (x, *weights)
-
-
-def _check_gradients(
-    dy: np.ndarray, x: np.ndarray, weight: np.ndarray, **gradients: np.ndarray
-) -> np.ndarray:
-    _, dy = float_inputs(x=x, dy=dy)
-    require_shape("dy", dy, x.shape)
-    for name, gradient in gradients.items():
-        require_in_place(name, gradient, weight.shape, x.dtype)
-    return dy
 
 
 def _run_panels(panel: Callable[[slice], None], rows: int, product_size: int) -> None:

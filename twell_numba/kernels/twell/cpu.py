@@ -34,7 +34,6 @@ Versions tried for M = 1024, D = 512, F = 2048, 20 entries a row, 2 threads, mil
 - prefetch in the backward pass by neuron, of x, of dy, or of both: no difference.
 """
 
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -43,7 +42,8 @@ from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, matmul, single_th
 from twell_numba.device.jit import jit
 from twell_numba.device.simd import LANES, lowest_bit, positive_mask
 from twell_numba.device.threads import run_ranges
-from twell_numba.kernels.checks import float_inputs, require_in_place, require_shape
+from twell_numba.kernels.checks import float_inputs, require_shape
+from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs
 from twell_numba.kernels.twell.activations import PackedActivations
 
 # Rows whose pre-activations a thread holds at a time: enough for BLAS to run at full speed.
@@ -110,7 +110,7 @@ def gated_ffn_forward(
     activations : PackedActivations
         What :func:`gated_ffn_backward` needs.
     """
-    x, gate_weight, up_weight, down_weight = _check_arguments(
+    x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
     _require_tile(tile, slots)
@@ -171,15 +171,18 @@ def gated_ffn_backward(
     -------
     dx : ndarray, shape (M, D)
     """
-    x, gate_weight, up_weight, down_weight = _check_arguments(
+    x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
-    dy = _check_backward(
+    dy = backward_inputs(
         dy,
         x,
         gate_weight,
         activations,
-        {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad},
+        PackedActivations,
+        gate_grad=gate_grad,
+        up_grad=up_grad,
+        down_grad=down_grad,
     )
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
@@ -252,7 +255,7 @@ def ffn_forward(
     Parameters and returns as :func:`gated_ffn_forward`, without the gate; the activations'
     ``values`` are h.
     """
-    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
+    x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     _require_tile(tile, slots)
     packed = _allocate(x.shape[0], up_weight.shape[0], tile, slots, x.dtype)
     y = np.empty_like(x)
@@ -282,9 +285,9 @@ def ffn_backward(
 
     Parameters and returns as :func:`gated_ffn_backward`, without the gate.
     """
-    x, up_weight, down_weight = _check_arguments(x=x, up_weight=up_weight, down_weight=down_weight)
-    dy = _check_backward(
-        dy, x, up_weight, activations, {"up_grad": up_grad, "down_grad": down_grad}
+    x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
+    dy = backward_inputs(
+        dy, x, up_weight, activations, PackedActivations, up_grad=up_grad, down_grad=down_grad
     )
     packed, tile = activations, activations.tile
     scale = x.dtype.type(l1_scale)
@@ -367,47 +370,6 @@ def activation_statistics(activations: PackedActivations) -> tuple[int, float, n
 
 
 # ---- Checks and allocation
-
-
-def _check_arguments(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return x and the weights ready for a kernel; weights that are so already pass at once."""
-    x, *weights = float_inputs(**arrays)
-    if x.ndim != 2:
-        require_shape("x", x, ("M", "D"))
-    shape = (weights[0].shape[0], x.shape[1])
-    for name, weight in zip(list(arrays)[1:], weights, strict=True):
-        if weight.shape != shape:
-            require_shape(name, weight, shape)
-    return (x, *weights)
-
-
-def _check_backward(
-    dy: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    activations: PackedActivations,
-    gradients: dict[str, np.ndarray],
-) -> np.ndarray:
-    _, dy = float_inputs(x=x, dy=dy)
-    require_shape("dy", dy, x.shape)
-    if not isinstance(activations, PackedActivations):
-        raise TypeError(
-            f"activations of type {type(activations).__name__} given, those that the forward pass "
-            "returned wanted"
-        )
-    if activations.shape != (x.shape[0], weight.shape[0]):
-        raise ValueError(
-            f"activations of shape {activations.shape} given, {(x.shape[0], weight.shape[0])} "
-            "wanted: those that the forward pass returned for this x"
-        )
-    for name, gradient in gradients.items():
-        require_in_place(name, gradient, weight.shape, x.dtype)
-    for pair in itertools.combinations(gradients.values(), 2):
-        if np.may_share_memory(*pair):
-            raise ValueError(
-                f"one array given for several of {', '.join(gradients)}, one each wanted"
-            )
-    return dy
 
 
 def _require_tile(tile: int, slots: int) -> None:
