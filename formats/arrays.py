@@ -49,6 +49,25 @@ def kernel_array(array: Any) -> np.ndarray:
     return np.require(native, requirements=["C_CONTIGUOUS", "ALIGNED"])
 
 
+def values_of_pattern(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
+    """Return ``values`` as a kernel needs them, to stand in for those of a matrix's pattern.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is none of :data:`VALUE_DTYPES`.
+    ValueError
+        If they have not the ``shape`` of those they replace.
+    """
+    given = kernel_array(value_array(values, f"{owner}.with_values"))
+    if given.shape != shape:
+        raise ValueError(
+            f"{owner}.with_values: values of shape {given.shape} given, {shape} wanted: one for "
+            "each place of this pattern"
+        )
+    return given
+
+
 def matrix_shape(shape: Any, owner: str) -> tuple[int, int]:
     """Return ``shape`` as two Python integers, in which products of sizes cannot overflow."""
     try:

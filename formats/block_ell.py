@@ -4,7 +4,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from twell_numba.formats.arrays import kernel_array, matrix_shape, value_array, value_dtype
+from twell_numba.formats.arrays import (
+    kernel_array,
+    matrix_shape,
+    value_array,
+    value_dtype,
+    values_of_pattern,
+)
 from twell_numba.formats.base import SparseMatrix, widened_for_scipy
 from twell_numba.formats.ell import whole_number
 from twell_numba.formats.index_width import index_dtype, require_index_dtype
@@ -294,6 +300,36 @@ class BlockELLMatrix(SparseMatrix):
         heights = self._inside(block_rows, self.shape[0])
         widths = self._inside(self.block_columns[block_rows, slots], self.shape[1])
         return int((heights * widths).sum())
+
+    @property
+    def stored_values(self) -> np.ndarray:
+        """The array of the blocks, ``values``, without a copy: what training changes."""
+        return self.values
+
+    def with_values(self, values: Any) -> Self:
+        """Return a matrix of this pattern with other values; ``block_columns`` is shared.
+
+        Parameters
+        ----------
+        values : array, shape (block_rows, blocks_per_row, b, b)
+            Held without a copy where a kernel can read it as it is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it has another shape, or a dtype that is not accepted.
+        """
+        values = values_of_pattern(values, self.values.shape, type(self).__name__)
+        return type(self)(
+            values, self.block_columns, self.shape, block_size=self.block_size, validate=False
+        )
+
+    def stored_places(self) -> np.ndarray:
+        """Return which elements of ``values`` are entries of the matrix, bool of its shape.
+
+        The others are padding: blocks that are not there, and what reaches beyond the matrix.
+        """
+        return ~self._padding()["values"]
 
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.

@@ -4,7 +4,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from twell_numba.formats.arrays import kernel_array, matrix_shape, value_dtype
+from twell_numba.formats.arrays import (
+    kernel_array,
+    matrix_shape,
+    value_dtype,
+    values_of_pattern,
+)
 from twell_numba.formats.base import SparseMatrix
 from twell_numba.formats.index_width import index_dtype, require_index_dtype
 
@@ -110,6 +115,27 @@ class CSRMatrix(SparseMatrix):
     def nnz(self) -> int:
         """Number of stored entries, stored zeros included."""
         return self.data.size
+
+    @property
+    def stored_values(self) -> np.ndarray:
+        """The array of the values, ``data``, without a copy: what training changes."""
+        return self.data
+
+    def with_values(self, values: Any) -> Self:
+        """Return a matrix of this pattern with other values; index arrays are shared.
+
+        Parameters
+        ----------
+        values : array, shape (nnz,)
+            Held without a copy where a kernel can read it as it is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it has another shape, or a dtype that is not accepted.
+        """
+        values = values_of_pattern(values, self.data.shape, type(self).__name__)
+        return type(self)(values, self.indices, self.indptr, self.shape, validate=False)
 
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.

@@ -8,13 +8,16 @@ from twell_numba.device.jit import jit
 from twell_numba.device.vectors import (
     add_products,
     add_scaled,
+    any_positive,
     lanes_of,
     load,
+    load_of,
     prefetch,
     register_lanes,
     store,
     sum_of,
     zeros,
+    zeros_of,
 )
 
 REGISTERS = 3
@@ -33,6 +36,36 @@ def scaled_row(matrix, row, column, factor, out):
 @jit
 def dot_of_rows(matrix):
     return sum_of(add_products(zeros(matrix, 4), load(matrix, 0, 0, 4), load(matrix, 1, 0, 4)))
+
+
+@jit
+def scaled_numbers(matrix, column, out):
+    store(out, 0, 0, add_scaled(zeros_of(matrix, 4), out[0, 0], load_of(matrix, 1, column, 4)))
+
+
+@jit
+def is_any_positive(matrix):
+    return any_positive(load(matrix, 0, 0, 2))
+
+
+@every_dtype
+def test_vectors_of_a_number_of_lanes(dtype):
+    matrix = np.arange(20, dtype=dtype).reshape(2, 10)
+    out = np.full((1, 6), 3, dtype)
+    scaled_numbers(matrix, 5, out)
+    np.testing.assert_array_equal(out[0], [45, 48, 51, 54, 3, 3])
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("number", "expected"), [(1e-30, True), (np.nan, True), (np.inf, True), (-1, False), (-0.0, 0)]
+)
+def test_a_positive_number_is_found_wherever_it_is(dtype, number, expected):
+    lanes = 2 * register_lanes(np.dtype(dtype))
+    for place in range(lanes):
+        matrix = np.zeros((1, lanes + 1), dtype)
+        matrix[0, place], matrix[0, lanes] = number, 1
+        assert is_any_positive(matrix) == expected
 
 
 @every_dtype

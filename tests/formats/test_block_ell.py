@@ -216,3 +216,17 @@ def test_wrong_blocked_ell_arrays_are_refused():
         build(indices.astype(np.uint16), values, (2, 4), block_size=2)
     with pytest.raises(TypeError, match="values: dtype int64 given"):
         build(indices, values.astype(np.int64), (2, 4), block_size=2)
+
+
+def test_other_values_for_the_same_pattern() -> None:
+    dense = np.zeros((5, 7))
+    dense[4, 6] = 1.0
+    matrix = BlockELLMatrix.from_dense(dense, block_size=4)
+    assert matrix.stored_values is matrix.values
+    other = matrix.with_values(np.full(matrix.values.shape, 2.0))
+    other.validate()
+    assert other.block_columns is matrix.block_columns
+    assert other.count_nonzero() == 1 * 3  # of the block, what lies inside the matrix
+    assert np.count_nonzero(matrix.stored_places()) == matrix.nnz == 3
+    with pytest.raises(ValueError, match=r"values of shape \(3,\) given, \(2, 1, 4, 4\) wanted"):
+        matrix.with_values(np.zeros(3))

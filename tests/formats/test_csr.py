@@ -134,3 +134,19 @@ def test_sizes_that_no_index_can_reach_are_refused():
     matrix = CSRMatrix.from_coordinates([0], [2**63 - 2], [1.0], (1, 2**63 - 1))
     matrix.validate()
     assert matrix.indices.tolist() == [2**63 - 2]
+
+
+def test_other_values_for_the_same_pattern() -> None:
+    matrix = CSRMatrix.from_dense(np.array([[0.0, 2.0], [3.0, 0.0]]))
+    assert matrix.stored_values is matrix.data
+    values = np.array([5.0, 0.0], np.float32)
+    other = matrix.with_values(values)
+    other.validate()
+    assert other.stored_values is values
+    assert other.indices is matrix.indices
+    assert other.indptr is matrix.indptr
+    np.testing.assert_array_equal(other.to_dense(), [[0, 5], [0, 0]])
+    with pytest.raises(ValueError, match=r"values of shape \(3,\) given, \(2,\) wanted"):
+        matrix.with_values(np.zeros(3))
+    with pytest.raises(TypeError, match="dtype int64 given"):
+        matrix.with_values(np.zeros(2, np.int64))

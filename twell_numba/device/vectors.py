@@ -80,6 +80,30 @@ def load(typing_context: Any, matrix: Any, row: Any, column: Any, registers: Any
 
 
 @intrinsic(prefer_literal=True)
+def zeros_of(typing_context: Any, array: Any, lanes: Any) -> Any:
+    """Return a vector of ``lanes`` zeros, a constant, of the dtype of ``array``."""
+    vector = VectorType(array.dtype, lanes.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(context.get_value_type(vector), [0.0] * vector.lanes)
+
+    return vector(array, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_of(typing_context: Any, matrix: Any, row: Any, column: Any, lanes: Any) -> Any:
+    """Return what :func:`load` would, as a vector of ``lanes`` numbers, a constant."""
+    vector = VectorType(matrix.dtype, lanes.literal_value)
+    signature = vector(matrix, types.intp, types.intp, lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], arguments, vector)
+        return builder.load(pointer, align=_alignment(vector))
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
 def prefetch(typing_context: Any, matrix: Any, row: Any, column: Any, registers: Any) -> Any:
     """Ask for what :func:`load` would read, to have it in the cache by then.
 
@@ -153,6 +177,22 @@ def add_products(typing_context: Any, total: Any, first: Any, second: Any) -> An
         sums, first, second = arguments
         product = builder.fmul(first, second, flags=("contract",))
         return builder.fadd(sums, product, flags=("contract",))
+
+    return signature, generate
+
+
+@intrinsic
+def any_positive(typing_context: Any, vector: Any) -> Any:
+    """Return whether one of a vector's numbers is greater than 0, or NaN."""
+    signature = types.boolean(vector)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers = arguments[0]
+        nothing = ir.Constant(numbers.type, [0.0] * numbers.type.count)
+        # "Unordered or greater": true for NaN, which a plain x > 0 would drop.
+        positive = builder.fcmp_unordered(">", numbers, nothing)
+        bits = builder.bitcast(positive, ir.IntType(numbers.type.count))
+        return builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
 
     return signature, generate
 

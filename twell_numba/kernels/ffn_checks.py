@@ -5,7 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
 from twell_numba.kernels.checks import float_inputs, require_in_place, require_shape
+from twell_numba.kernels.sparse_ffn.activations import SparseWeightActivations
+
+# The formats that a layer's weights can be held and trained in.
+TrainableMatrix = CSRMatrix | BlockELLMatrix
 
 
 def forward_inputs(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -31,6 +36,77 @@ def forward_inputs(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     return (x, *weights)
 
 
+def sparse_forward_inputs(
+    wanted: type[SparseMatrix], x: np.ndarray, **weights: SparseMatrix
+) -> np.ndarray:
+    """Return x ready for a kernel, after checking it and the weights.
+
+    Parameters
+    ----------
+    wanted : type
+        The format that all weights must have.
+    x : ndarray, shape (M, D)
+    **weights : matrix
+        All of one shape (F, D) and of x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If formats, dtypes or shapes do not fit.
+    """
+    (x,) = float_inputs(x=x)
+    if x.ndim != 2:
+        require_shape("x", x, ("M", "D"))
+    shape = None
+    for name, weight in weights.items():
+        if not isinstance(weight, wanted):
+            raise TypeError(
+                f"{name} of type {type(weight).__name__} given, {wanted.__name__} wanted"
+            )
+        shape = shape or (weight.shape[0], x.shape[1])
+        if weight.shape != shape:
+            raise ValueError(f"{name} of shape {weight.shape} given, shape {shape} wanted")
+        if weight.dtype != x.dtype:
+            raise TypeError(
+                f"{name} of dtype {weight.dtype} given beside x of {x.dtype}, "
+                "one dtype for all wanted"
+            )
+    return x
+
+
+def sparse_backward_inputs(
+    dy: np.ndarray,
+    x: np.ndarray,
+    activations: Any,
+    **gradients: tuple[TrainableMatrix, np.ndarray],
+) -> np.ndarray:
+    """Return dy ready for a kernel, after checking it, the activations and the gradients.
+
+    Parameters
+    ----------
+    dy : ndarray, shape (M, D)
+    x : ndarray, shape (M, D)
+        As returned by :func:`sparse_forward_inputs`.
+    activations
+        From the forward pass.
+    **gradients : (matrix, ndarray)
+        Each weight, and the array that the gradient of its ``stored_values`` is added to.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`backward_inputs`.
+    """
+    _, dy = float_inputs(x=x, dy=dy)
+    require_shape("dy", dy, x.shape)
+    neurons = next(iter(gradients.values()))[0].shape[0]
+    _require_activations(activations, SparseWeightActivations, (x.shape[0], neurons))
+    for name, (weight, gradient) in gradients.items():
+        require_in_place(name, gradient, weight.stored_values.shape, x.dtype)
+    _require_separate({name: gradient for name, (_, gradient) in gradients.items()})
+    return dy
+
+
 def backward_inputs(
     dy: np.ndarray,
     x: np.ndarray,
@@ -49,21 +125,29 @@ def backward_inputs(
     """
     _, dy = float_inputs(x=x, dy=dy)
     require_shape("dy", dy, x.shape)
+    _require_activations(activations, wanted, (x.shape[0], weight.shape[0]))
+    for name, gradient in gradients.items():
+        require_in_place(name, gradient, weight.shape, x.dtype)
+    _require_separate(gradients)
+    return dy
+
+
+def _require_activations(activations: Any, wanted: type[Any], shape: tuple[int, int]) -> None:
     if not isinstance(activations, wanted):
         raise TypeError(
             f"activations of type {type(activations).__name__} given, those that the forward pass "
             "returned wanted"
         )
-    if activations.shape != (x.shape[0], weight.shape[0]):
+    if activations.shape != shape:
         raise ValueError(
-            f"activations of shape {activations.shape} given, {(x.shape[0], weight.shape[0])} "
+            f"activations of shape {activations.shape} given, {shape} "
             "wanted: those that the forward pass returned for this x"
         )
-    for name, gradient in gradients.items():
-        require_in_place(name, gradient, weight.shape, x.dtype)
+
+
+def _require_separate(gradients: dict[str, np.ndarray]) -> None:
     for pair in itertools.combinations(gradients.values(), 2):
         if np.may_share_memory(*pair):
             raise ValueError(
                 f"one array given for several of {', '.join(gradients)}, one each wanted"
             )
-    return dy

@@ -32,7 +32,7 @@ def transpose(X: np.ndarray) -> np.ndarray:
     if Y.size:
         read_only = contiguous(X, X.dtype)
         run_ranges(
-            lambda start, stop: _copy_rows(read_only, Y, start, stop),
+            lambda start, stop: copy_transposed(read_only, Y, start, stop),
             Y.shape[0],
             grain=1 + GRAIN // Y.shape[1],
         )
@@ -60,8 +60,8 @@ def _is_row_major(X: np.ndarray) -> bool:
 
 
 @jit
-def _copy_rows(X, Y, start, stop):
-    """Fill rows ``start`` to ``stop`` of ``Y``."""
+def copy_transposed(X, Y, start, stop):
+    """Fill rows ``start`` to ``stop`` of ``Y`` (N, M) with those of ``X.T``, for X (M, N)."""
     n = lanes_of(X, 1)
     whole_rows = start + (stop - start) // n * n
     whole_columns = X.shape[0] // n * n

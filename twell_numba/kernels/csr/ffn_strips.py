@@ -1,0 +1,283 @@
+"""Feedforward layers with CSR weights, compiled: one strip of tokens through all neurons.
+
+Gated:       g = x Wg^T,  u = x Wu^T,  h = relu(g) * u,  y = h Wd
+Two-matrix:  h = relu(x Wu^T),  y = h Wd
+
+with x, y (M, D) and sparse weights (F, D). A strip of tokens is transposed, [D, tokens], so that
+an entry (j, d) of a weight multiplies a row of it: the strip's tokens lie side by side in vector
+registers. A neuron's g, u and h stay in registers and the first-level cache, and h is added to the
+rows of y's strip at once. Nothing of size M x F exists.
+
+One token alone is a vector, which entries pick numbers from.
+"""
+
+import numpy as np
+
+from twell_numba.device.jit import jit
+from twell_numba.device.vectors import (
+    add_products,
+    add_scaled,
+    any_positive,
+    lanes_of,
+    load,
+    store,
+    sum_of,
+    zeros,
+)
+from twell_numba.kernels.sparse_ffn.rows import (
+    gated_relu,
+    gated_relu_backward,
+    load_strip,
+    relu,
+    relu_backward,
+)
+from twell_numba.kernels.transpose.cpu import copy_transposed
+
+# One token: skip neurons that do not fire where at most one in so many does.
+FEW = 8
+
+
+def forward_kernel(registers, gated):
+    """Return the compiled forward pass over strips of as many tokens as so many registers hold."""
+    row_product, add_row, _, _ = _row_operations(registers)
+    narrow_row_product, narrow_add_row, _, _ = _row_operations(1)
+
+    @jit
+    def forward_strips(x, gate, up, down, y, nonzeros, absolute_sum, fired, width, first, last):
+        """Compute the rows of y that belong to strips ``first`` to ``last`` of ``width`` tokens."""
+        D = x.shape[1]
+        x_strip, y_strip = np.empty((D, width), x.dtype), np.empty((D, width), x.dtype)
+        g, u = np.empty((1, width), x.dtype), np.empty((1, width), x.dtype)
+        h = np.empty((1, width), x.dtype)
+        live = np.empty(registers, np.int64)
+        for strip in range(first, last):
+            start = strip * width
+            tokens = min(width, x.shape[0] - start)
+            load_strip(x, start, tokens, x_strip)
+            y_strip[:] = 0
+            count, total = 0, 0.0
+            for j in range(fired.size):
+                row_product(gate, j, x_strip, g, 0)
+                live_count = find_live(g, live)
+                if live_count == 0:
+                    continue
+                few = 2 * live_count <= registers
+                if gated:
+                    if few:
+                        for i in range(live_count):
+                            narrow_row_product(up, j, x_strip, u, live[i])
+                    else:
+                        row_product(up, j, x_strip, u, 0)
+                    row_count, row_total = gated_relu(g, u, h, 0)
+                else:
+                    row_count, row_total = relu(g, h, 0)
+                fired[j] |= row_count > 0
+                count += row_count
+                total += row_total
+                if few:
+                    for i in range(live_count):
+                        narrow_add_row(down, j, h, y_strip, live[i])
+                else:
+                    add_row(down, j, h, y_strip, 0)
+            nonzeros[strip] = count
+            absolute_sum[strip] = total
+            copy_transposed(y_strip[:, :tokens], y[start : start + tokens], 0, tokens)
+
+    return forward_strips
+
+
+def backward_kernel(registers, gated):
+    """Return the compiled backward pass over strips of as many tokens as so many registers hold."""
+    row_product, _, back_through_row, back_through_down = _row_operations(registers)
+    narrow = _row_operations(1)
+    narrow_row_product, _, narrow_back_through_row, narrow_back_through_down = narrow
+
+    @jit
+    def backward_strips(
+        dy,
+        x,
+        gate,
+        up,
+        down,
+        neuron_count,
+        l1_scale,
+        dx,
+        gate_grad,
+        up_grad,
+        down_grad,
+        width,
+        first,
+        last,
+    ):
+        """Compute rows of dx, and add what the tokens of these strips give to the gradients."""
+        D = x.shape[1]
+        x_strip, dx_strip = np.empty((D, width), x.dtype), np.empty((D, width), x.dtype)
+        dy_strip = np.empty((D, width), x.dtype)
+        g, u = np.empty((1, width), x.dtype), np.empty((1, width), x.dtype)
+        h, dh = np.empty((1, width), x.dtype), np.empty((1, width), x.dtype)
+        live = np.empty(registers, np.int64)
+        for strip in range(first, last):
+            start = strip * width
+            tokens = min(width, x.shape[0] - start)
+            load_strip(x, start, tokens, x_strip)
+            load_strip(dy, start, tokens, dy_strip)
+            dx_strip[:] = 0
+            for j in range(neuron_count):
+                row_product(gate, j, x_strip, g, 0)
+                live_count = find_live(g, live)
+                if live_count == 0:
+                    continue
+                few = 2 * live_count <= registers
+                if gated:
+                    if few:
+                        for i in range(live_count):
+                            narrow_row_product(up, j, x_strip, u, live[i])
+                    else:
+                        row_product(up, j, x_strip, u, 0)
+                    gated_relu(g, u, h, 0)
+                else:
+                    relu(g, h, 0)
+                if few:
+                    for i in range(live_count):
+                        narrow_back_through_down(down, j, h, dy_strip, dh, down_grad, live[i])
+                else:
+                    back_through_down(down, j, h, dy_strip, dh, down_grad, 0)
+                if gated:
+                    gated_relu_backward(dh, g, u, h, 0, l1_scale)
+                else:
+                    relu_backward(dh, g, 0, l1_scale)
+                if few:
+                    for i in range(live_count):
+                        m = live[i]
+                        if gated:
+                            narrow_back_through_row(up, j, u, x_strip, dx_strip, up_grad, m)
+                        narrow_back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, m)
+                else:
+                    if gated:
+                        back_through_row(up, j, u, x_strip, dx_strip, up_grad, 0)
+                    back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, 0)
+            copy_transposed(dx_strip[:, :tokens], dx[start : start + tokens], 0, tokens)
+
+    return backward_strips
+
+
+@jit(forceinline=True)
+def find_live(g, live):
+    """Write the first tokens of registers with a number above 0, or NaN; return how many."""
+    lanes = lanes_of(g, 1)
+    count = 0
+    for register in range(live.size):
+        live[count] = register * lanes
+        count += any_positive(load(g, 0, register * lanes, 1))
+    return count
+
+
+def _row_operations(registers):
+    """Return what is done with a row of a weight, for the tokens that so many registers hold."""
+
+    @jit(forceinline=True)
+    def row_product(weight, j, strip, out, m):
+        """Write W[j] @ strip to ``out``, for the tokens from ``m`` on."""
+        values, columns, pointers = weight
+        total = zeros(strip, registers)
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+            value = values[k]
+            if value != 0:
+                total = add_scaled(total, value, load(strip, np.int64(columns[k]), m, registers))
+        store(out, 0, m, total)
+
+    @jit(forceinline=True)
+    def add_row(weight, j, h, out, m):
+        """Add W[j, d] h to row d of ``out``."""
+        values, columns, pointers = weight
+        hidden = load(h, 0, m, registers)
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+            value = values[k]
+            if value != 0:
+                d = np.int64(columns[k])
+                store(out, d, m, add_scaled(load(out, d, m, registers), value, hidden))
+
+    @jit(forceinline=True)
+    def back_through_row(weight, j, d_row, x_strip, dx_strip, gradient, m):
+        """Add W[j, d] d_row to row d of dx, and d_row . x[d] to the gradient of each entry."""
+        values, columns, pointers = weight
+        d_vector = load(d_row, 0, m, registers)
+        nothing = zeros(d_row, registers)
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+            d = np.int64(columns[k])
+            value = values[k]
+            if value != 0:
+                store(dx_strip, d, m, add_scaled(load(dx_strip, d, m, registers), value, d_vector))
+            gradient[k] += sum_of(add_products(nothing, d_vector, load(x_strip, d, m, registers)))
+
+    @jit(forceinline=True)
+    def back_through_down(weight, j, h, dy_strip, dh, gradient, m):
+        """Write W[j] @ dy to ``dh``, and add h . dy[d] to the gradient of each entry (j, d)."""
+        values, columns, pointers = weight
+        hidden, total = load(h, 0, m, registers), zeros(h, registers)
+        nothing = total
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+            row = load(dy_strip, np.int64(columns[k]), m, registers)
+            value = values[k]
+            if value != 0:
+                total = add_scaled(total, value, row)
+            gradient[k] += sum_of(add_products(nothing, hidden, row))
+        store(dh, 0, m, total)
+
+    return row_product, add_row, back_through_row, back_through_down
+
+
+@jit
+def one_token(x, gate, up, down, y, fired, gated):
+    """Compute y (1, D) for x (1, D), and return nonzeros of h and their absolute sum.
+
+    Skipping single neurons is worth a mispredicted branch each (12 cycles) only where few fire;
+    otherwise all rows are computed, of which the lengths alone have to be predicted.
+    """
+    zero = x.dtype.type(0)
+    numbers, total_of = x[0], y[0]
+    h, firing = np.empty(fired.size, x.dtype), np.empty(fired.size, np.int64)
+    count = 0
+    for j in range(fired.size):
+        g = row_dot(gate, j, numbers)
+        fires = not (g <= zero)
+        h[j] = g if fires else zero
+        firing[count] = j
+        count += fires
+    few = FEW * count < fired.size
+    rows = count if few else fired.size
+    if gated:
+        for r in range(rows):
+            j = firing[r] if few else r
+            u = row_dot(up, j, numbers)
+            h[j] = h[j] * u if h[j] != zero else zero
+    total_of[:] = 0
+    nonzeros, absolute_sum = 0, zero
+    for r in range(rows):
+        j = firing[r] if few else r
+        hidden = h[j]
+        fired[j] = hidden != zero
+        nonzeros += hidden != zero
+        absolute_sum += abs(hidden)
+        add_scaled_row(down, j, hidden, total_of)
+    return nonzeros, np.float64(absolute_sum)
+
+
+@jit(forceinline=True)
+def row_dot(weight, j, x):
+    values, columns, pointers = weight
+    nothing = x.dtype.type(0)
+    total = nothing
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        product = values[k] * x[np.uint64(columns[k])]
+        total += product if values[k] != 0 else nothing
+    return total
+
+
+@jit(forceinline=True)
+def add_scaled_row(weight, j, factor, out):
+    values, columns, pointers = weight
+    nothing = out.dtype.type(0)
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        product = values[k] * factor
+        out[np.uint64(columns[k])] += product if values[k] != 0 else nothing
