@@ -10,6 +10,7 @@ with A (M, K) of which each row is one segment of entries: see
 with x, y (M, D) and CSR weights (F, D): see :mod:`twell_numba.kernels.csr.ffn_strips`.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -250,7 +251,9 @@ def _forward(
     if x.shape[0] == 1:
         # Arrays as they are: for one token, nine read-only views would take a fifth of the time.
         given = [(weight.data, weight.indices, weight.indptr) for weight in (gate, up, down)]
-        return run_one_token(one_token, x, given, down.shape[0], gated)
+        y, activations = run_one_token(one_token, x, given, down.shape[0], gated)
+        if math.isfinite(activations.absolute_sum):
+            return y, activations
     weights = [_arrays(weight) for weight in (gate, up, down)]
     lanes = register_lanes(x.dtype)
     registers = strip_registers(x, lanes, STRIP_REGISTERS)

@@ -33,6 +33,7 @@ from twell_numba.kernels.sparse_ffn.rows import (
 )
 from twell_numba.kernels.transpose.cpu import copy_transposed
 
+ONE, TWO = np.uint64(1), np.uint64(2)
 # One token: skip neurons that do not fire where at most one in so many does.
 FEW = 8
 
@@ -231,53 +232,91 @@ def _row_operations(registers):
 def one_token(x, gate, up, down, y, fired, gated):
     """Compute y (1, D) for x (1, D), and return nonzeros of h and their absolute sum.
 
-    Skipping single neurons is worth a mispredicted branch each (12 cycles) only where few fire;
-    otherwise all rows are computed, of which the lengths alone have to be predicted.
+    Stored zeros are multiplied like all others: where the sum is not finite, an infinity may have
+    made NaN of one, and the caller has to take the strips. Skipping single neurons is worth a
+    mispredicted branch each (12 cycles) only where few fire; otherwise all rows are computed, of
+    which the lengths alone have to be predicted.
     """
     zero = x.dtype.type(0)
-    numbers, total_of = x[0], y[0]
-    h, firing = np.empty(fired.size, x.dtype), np.empty(fired.size, np.int64)
+    h, u = np.empty(fired.size, x.dtype), np.empty(fired.size, x.dtype)
+    row_dots(gate, x[0], h)
+    firing = np.empty(fired.size, np.int64)
     count = 0
     for j in range(fired.size):
-        g = row_dot(gate, j, numbers)
-        fires = not (g <= zero)
-        h[j] = g if fires else zero
+        fires = not (h[j] <= zero)
+        h[j] = h[j] if fires else zero
         firing[count] = j
         count += fires
+    firing = firing[:count]
     few = FEW * count < fired.size
-    rows = count if few else fired.size
-    if gated:
-        for r in range(rows):
-            j = firing[r] if few else r
-            u = row_dot(up, j, numbers)
-            h[j] = h[j] * u if h[j] != zero else zero
-    total_of[:] = 0
+    if gated and few:
+        chosen_row_dots(up, firing, x[0], u)
+    elif gated:
+        row_dots(up, x[0], u)
     nonzeros, absolute_sum = 0, zero
-    for r in range(rows):
-        j = firing[r] if few else r
-        hidden = h[j]
-        fired[j] = hidden != zero
-        nonzeros += hidden != zero
-        absolute_sum += abs(hidden)
-        add_scaled_row(down, j, hidden, total_of)
+    for j in range(fired.size):
+        if gated:
+            h[j] = h[j] * u[j] if h[j] != zero else zero
+        fired[j] = h[j] != zero
+        nonzeros += h[j] != zero
+        absolute_sum += abs(h[j])
+    y[:] = 0
+    if few:
+        add_chosen_rows(down, firing, h, y[0])
+    else:
+        add_rows(down, h, y[0])
     return nonzeros, np.float64(absolute_sum)
 
 
-@jit(forceinline=True)
-def row_dot(weight, j, x):
-    values, columns, pointers = weight
-    nothing = x.dtype.type(0)
-    total = nothing
-    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
-        product = values[k] * x[np.uint64(columns[k])]
-        total += product if values[k] != 0 else nothing
-    return total
+# Loops over rows, not functions of one row: at each call Numba would count references to arrays.
 
 
-@jit(forceinline=True)
-def add_scaled_row(weight, j, factor, out):
+@jit
+def row_dots(weight, x, out):
+    """Write W[j] @ x to ``out[j]``; two entries at a time take a third less time than one."""
     values, columns, pointers = weight
-    nothing = out.dtype.type(0)
-    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
-        product = values[k] * factor
-        out[np.uint64(columns[k])] += product if values[k] != 0 else nothing
+    k = np.uint64(0)
+    for j in range(out.size):
+        first, second = x.dtype.type(0), x.dtype.type(0)
+        end = np.uint64(pointers[j + 1])
+        while k + ONE < end:
+            first += values[k] * x[np.uint64(columns[k])]
+            second += values[k + ONE] * x[np.uint64(columns[k + ONE])]
+            k += TWO
+        if k < end:
+            first += values[k] * x[np.uint64(columns[k])]
+            k += ONE
+        out[j] = first + second
+
+
+@jit
+def chosen_row_dots(weight, rows, x, out):
+    """Write W[j] @ x to ``out[j]`` for some rows j."""
+    values, columns, pointers = weight
+    for r in range(rows.size):
+        j = np.uint64(rows[r])
+        total = x.dtype.type(0)
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + ONE])):
+            total += values[k] * x[np.uint64(columns[k])]
+        out[j] = total
+
+
+@jit
+def add_rows(weight, factors, out):
+    """Add ``factors[j] * W[j]`` to ``out`` for all rows j."""
+    values, columns, pointers = weight
+    for j in range(factors.size):
+        factor = factors[j]
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+            out[np.uint64(columns[k])] += values[k] * factor
+
+
+@jit
+def add_chosen_rows(weight, rows, factors, out):
+    """Add ``factors[j] * W[j]`` to ``out`` for some rows j."""
+    values, columns, pointers = weight
+    for r in range(rows.size):
+        j = np.uint64(rows[r])
+        factor = factors[j]
+        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + ONE])):
+            out[np.uint64(columns[k])] += values[k] * factor
