@@ -5,6 +5,8 @@
 ``infer.sampling``      ``sample``: the next token from logits
 ``infer.text_stream``   ``TextStream``: whole characters from bytes
 ``infer.evaluate``      ``evaluate``: loss and sparsity on given text
+``infer.prune``         cutting off the smallest feedforward weights
+``infer.convert``       ``convert``: a checkpoint in another weight format, or without dead neurons
 ``infer.describe``      what a checkpoint or a saved matrix holds
 ``infer.benchmark``     each execution path timed against dense
 ======================  =========================================================================

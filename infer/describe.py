@@ -1,4 +1,4 @@
-"""What a checkpoint or a saved sparse matrix holds, without loading weights into memory."""
+"""What a checkpoint or a saved sparse matrix holds, with at most one tensor in memory at a time."""
 
 import json
 import math
@@ -10,17 +10,18 @@ import numpy as np
 
 from twell_numba import formats
 from twell_numba.errors import TwellError
-from twell_numba.formats.tensor_file import open_tensor_file
+from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile, open_tensor_file
 from twell_numba.models.checkpoint import WEIGHTS_NAME, load_config, resolve_checkpoint
+from twell_numba.models.config import ModelConfig
 from twell_numba.models.reading import is_file, require_readable, unreadable
-from twell_numba.models.transformer import Transformer
+from twell_numba.models.sparse_tensors import VALUES_NAMES, tensor_names
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "training_state.json"
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's model, tensors and training state, as read from its files' headers.
+    """Return a checkpoint's model, tensors, weight sparsity and training state.
 
     Parameters
     ----------
@@ -32,8 +33,9 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     dict
         ``checkpoint`` (its path), ``config`` (by the names of
         :class:`~twell_numba.models.config.ModelConfig`), ``parameters``, ``bytes``, ``tensors``
-        (list of ``name``, ``shape``, ``dtype``, ``bytes``), ``step`` (None where there is no
-        training state) and ``resumable``.
+        (list of ``name``, ``shape``, ``dtype``, ``bytes``), ``ffn_layers`` (see
+        :func:`describe_ffn_layers`), ``step`` (None where there is no training state) and
+        ``resumable``.
 
     Raises
     ------
@@ -42,7 +44,11 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = resolve_checkpoint(path)
     config = load_config(folder)
-    tensors = _tensor_headers(folder / WEIGHTS_NAME)
+    weights_path = folder / WEIGHTS_NAME
+    require_readable(weights_path)
+    with open_tensor_file(weights_path) as file:
+        tensors = _tensor_headers(file)
+        ffn_layers = describe_ffn_layers(file, config)
     step = _training_step(folder / STATE_NAME)
     return {
         "checkpoint": str(folder),
@@ -50,6 +56,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "parameters": config.parameter_count(),
         "bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
+        "ffn_layers": ffn_layers,
         "step": step,
         "resumable": step is not None and is_file(folder / OPTIMIZER_NAME),
     }
@@ -93,16 +100,6 @@ def describe_matrix(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def weight_sparsity_by_layer(model: Transformer) -> list[float]:
-    """Return the fraction of exact zeros among the weights of each feedforward layer."""
-    fractions = []
-    for ffn in model.ffn_layers:
-        weights = [parameter.value for parameter in ffn.parameters()]
-        nonzeros = sum(int(np.count_nonzero(weight)) for weight in weights)
-        fractions.append(1 - nonzeros / sum(weight.size for weight in weights))
-    return fractions
-
-
 def row_length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     """Count rows by length: 0, 1, 2 to 3, 4 to 7 and so on, up to the longest.
 
@@ -120,18 +117,77 @@ def row_length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return histogram
 
 
-def _tensor_headers(path: Path) -> list[dict[str, Any]]:
-    require_readable(path)
-    with open_tensor_file(path) as file:
-        return [
-            {
-                "name": name,
-                "shape": list(stored.shape),
-                "dtype": stored.dtype,
-                "bytes": math.prod(stored.shape) * _bits_of_dtype(stored.dtype) // 8,
-            }
-            for name, stored in file.tensors.items()
+def describe_ffn_layers(file: TensorFile, config: ModelConfig) -> list[dict[str, Any]]:
+    """Return how the weights of each feedforward layer are stored.
+
+    Returns
+    -------
+    list of dict
+        By layer: ``format``; ``weights``, zeros included; ``nonzeros``; ``density``;
+        ``density_by_matrix``; ``bytes``; ``dense_bytes``, of dense weights of the same dtype.
+        Counts and densities are None where weights are of a dtype that is not supported, or are not
+        in the file.
+    """
+    names = config.ffn_weight_names()
+    matrices = len(names) // config.n_layers
+    layers = []
+    for layer in range(config.n_layers):
+        parts = [
+            _describe_ffn_weight(file, name, config)
+            for name in names[layer * matrices : (layer + 1) * matrices]
         ]
+        counts = [part["nonzeros"] for part in parts]
+        size = config.d_ffn * config.d_model
+        nonzeros = None if None in counts else sum(counts)
+        layers.append(
+            {
+                "format": config.ffn_weight_format,
+                "weights": matrices * size,
+                "nonzeros": nonzeros,
+                "density": None if nonzeros is None else nonzeros / (matrices * size),
+                "density_by_matrix": {
+                    part["matrix"]: None if count is None else count / size
+                    for part, count in zip(parts, counts, strict=True)
+                },
+                "bytes": sum(part["bytes"] for part in parts),
+                "dense_bytes": sum(part["dense_bytes"] for part in parts),
+            }
+        )
+    return layers
+
+
+def _describe_ffn_weight(file: TensorFile, name: str, config: ModelConfig) -> dict[str, Any]:
+    weight_format = config.ffn_weight_format
+    names, values = [name], name
+    if weight_format != "dense":
+        names = tensor_names(name, weight_format)
+        values = f"{name}.{weight_format}.{VALUES_NAMES[weight_format]}"
+    stored = [file.tensors[each] for each in names if each in file.tensors]
+    values_dtype = file.tensors[values].dtype if values in file.tensors else None
+    return {
+        "matrix": name.split(".")[-2],
+        "nonzeros": int(np.count_nonzero(file.read(values))) if values_dtype in DTYPES else None,
+        "bytes": sum(_byte_count(tensor) for tensor in stored),
+        "dense_bytes": _byte_count(StoredTensor((config.d_ffn, config.d_model), values_dtype))
+        if values_dtype
+        else 0,
+    }
+
+
+def _tensor_headers(file: TensorFile) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "shape": list(stored.shape),
+            "dtype": stored.dtype,
+            "bytes": _byte_count(stored),
+        }
+        for name, stored in file.tensors.items()
+    ]
+
+
+def _byte_count(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * _bits_of_dtype(stored.dtype) // 8
 
 
 def _bits_of_dtype(name: str) -> int:

@@ -1,7 +1,7 @@
 """How good and how sparse a model is on given text."""
 
 import math
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -54,19 +54,7 @@ def evaluate(
             f"windows of shape {windows.shape} given, (windows, tokens) with at least one window "
             f"of two tokens wanted"
         )
-    layers = model.ffn_layers
-    total_loss = 0.0
-    nonzeros = np.zeros(len(layers), np.int64)
-    fired = np.zeros((len(layers), model.config.d_ffn), np.bool_)
-    for start in range(0, len(windows), batch_size):
-        batch = np.asarray(windows[start : start + batch_size], np.int64)
-        logits = model.logits(batch[:, :-1])
-        losses, _ = cross_entropy(logits, batch[:, 1:].reshape(-1))
-        total_loss += float(losses.sum(dtype=np.float64))
-        for layer, ffn in enumerate(layers):
-            nonzeros[layer] += ffn.statistics.nonzeros
-            fired[layer] |= ffn.statistics.fired
-
+    total_loss, nonzeros, fired = _measure(model, windows, batch_size)
     targets = windows[:, 1:].reshape(-1)
     loss = total_loss / targets.size
     byte_count = len(tokenizer.decode_bytes(targets))
@@ -80,6 +68,41 @@ def evaluate(
         dead_neuron_fraction=float(1 - fired.mean()),
         ffn_weight_sparsity=ffn_weight_sparsity(model),
     )
+
+
+def fired_neurons(model: Transformer, windows: np.ndarray, batch_size: int = 8) -> np.ndarray:
+    """Return which neurons fired for at least one token, bool of shape (L, F).
+
+    Parameters
+    ----------
+    model, windows, batch_size
+        As for :func:`evaluate`; the last token of a window is not looked at.
+    """
+    return _measure(model, windows, batch_size).fired
+
+
+class _Measurement(NamedTuple):
+    """Sums over all predicted tokens: of their losses, by layer and by layer and neuron."""
+
+    total_loss: float
+    nonzeros: np.ndarray
+    fired: np.ndarray
+
+
+def _measure(model: Transformer, windows: np.ndarray, batch_size: int) -> _Measurement:
+    layers = model.ffn_layers
+    total_loss = 0.0
+    nonzeros = np.zeros(len(layers), np.int64)
+    fired = np.zeros((len(layers), model.config.d_ffn), np.bool_)
+    for start in range(0, len(windows), batch_size):
+        batch = np.asarray(windows[start : start + batch_size], np.int64)
+        logits = model.logits(batch[:, :-1])
+        losses, _ = cross_entropy(logits, batch[:, 1:].reshape(-1))
+        total_loss += float(losses.sum(dtype=np.float64))
+        for layer, ffn in enumerate(layers):
+            nonzeros[layer] += ffn.statistics.nonzeros
+            fired[layer] |= ffn.statistics.fired
+    return _Measurement(total_loss, nonzeros, fired)
 
 
 def require_finite_weights(model: Transformer) -> None:
@@ -107,6 +130,14 @@ def perplexity(loss: float) -> float:
 
 
 def ffn_weight_sparsity(model: Transformer) -> float:
-    """Return the fraction of exact zeros among the weights of all feedforward layers."""
-    weights = [parameter.value for ffn in model.ffn_layers for parameter in ffn.parameters()]
-    return 1 - sum(map(np.count_nonzero, weights)) / sum(weight.size for weight in weights)
+    """Return the fraction of exact zeros among the weights of all feedforward layers.
+
+    Where they are held in a sparse format, what is not stored counts as zero.
+    """
+    # All layers are of one size.
+    return float(np.mean(ffn_weight_sparsity_by_layer(model)))
+
+
+def ffn_weight_sparsity_by_layer(model: Transformer) -> list[float]:
+    """Return the fraction of exact zeros among the weights of each feedforward layer."""
+    return [1 - ffn.weight_density for ffn in model.ffn_layers]

@@ -22,14 +22,17 @@ from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
+from twell_numba.train.failure import Diverged
 from twell_numba.train.run_folder import complete_settings
-from twell_numba.train.trainer import Diverged, Trainer
+from twell_numba.train.trainer import Trainer
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "training_state.json"
 # Sums over all sessions of a run: wall time, and the steps whose speed counts.
 CLOCK_NAMES = ("seconds", "timed_tokens", "timed_seconds")
-_VERSION = 2
+_VERSION = 3
+# Before feedforward weights could be made sparse.
+_DENSE_VERSION = 2
 _FINGERPRINT_TOKENS = 1 << 22
 _CHUNK_BYTES = 1 << 20
 
@@ -78,7 +81,9 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     """
     path = folder / STATE_NAME
     state = _read_json_object(path)
-    if state.get("version") != _VERSION:
+    if state.get("version") == _DENSE_VERSION:
+        state["weight_l1_strength"] = None
+    elif state.get("version") != _VERSION:
         raise TwellError(f"{path} is not a training state of version {_VERSION}; start a new run")
     for key in ("step", "settings", "corpus", "clocks", "files"):
         if key not in state:
@@ -106,16 +111,19 @@ def settings_of(folder: Path, state: dict[str, Any]) -> TrainConfig:
         raise _damaged(folder, error) from error
 
 
-def load_checkpoint_model(folder: Path, config: TrainConfig) -> tuple[Transformer, TextTokenizer]:
-    """Return the model and tokenizer of a checkpoint, to train on.
+def load_checkpoint_model(
+    folder: Path, config: TrainConfig, step: int
+) -> tuple[Transformer, TextTokenizer]:
+    """Return the model and tokenizer of a checkpoint, to train on after that step.
 
     Raises
     ------
     TwellError
         If a file is missing or damaged, or the model is not the one that the settings describe.
     """
-    model, tokenizer = load_model(folder, np.float32, config.ffn_path)
+    model, tokenizer = load_model(folder, np.float32, config.ffn_path, keep_format=True)
     wanted = dataclasses.asdict(config.model_config(tokenizer.vocab_size))
+    wanted["ffn_weight_format"] = config.weight_format_after(step)
     for name, value in dataclasses.asdict(model.config).items():
         if value != wanted[name]:
             raise TwellError(

@@ -21,6 +21,7 @@ from twell_numba.train.presets import PRESETS
 DEFAULT_PRESET = "tiny"
 FFN_PATHS = ("auto", "dense", "twell")
 TOKENIZERS = ("byte", "bpe")
+SPARSE_FORMATS = ("csr", "block_ell")
 BYTE_VOCAB_SIZE = 256
 LARGEST_BPE_VOCAB_SIZE = 1 << 20
 
@@ -36,6 +37,9 @@ _LARGEST = {
     "weight_decay": 1000.0,
     "gradient_clip": 1e9,
     "l1_activation": 1000.0,
+    "l1_weight": 1000.0,
+    "l1_block": 1000.0,
+    "weight_threshold": 1000.0,
 }
 _SMALLEST_ADAM_EPS = 1e-30  # what is much smaller is 0 in float32
 
@@ -86,11 +90,27 @@ class TrainConfig:
     gradient_clip: float = _setting(1.0, "Optimizer", "largest norm of the gradient; 0: no limit")
 
     l1_activation: float = _setting(0.0, "Sparsity", "strength of the L1 term on activations")
-    l1_warmup_steps: int = _setting(0, "Sparsity", "steps in which that strength rises")
+    l1_warmup_steps: int = _setting(0, "Sparsity", "steps in which L1 strengths rise")
     revive_dead: bool = _setting(False, "Sparsity", "push dead neurons' gate rows at random")
     dead_neuron_window: int = _setting(
         100, "Sparsity", "a neuron is dead if it fired for no token of so many steps"
     )
+    l1_weight: float = _setting(
+        0.0, "Sparsity", "strength of the L1 term on FFN weights; largest with a target"
+    )
+    l1_block: float = _setting(0.0, "Sparsity", "the same on blocks of FFN weights")
+    block_size: int = _setting(16, "Sparsity", "b, rows and columns of a block")
+    weight_threshold: float = _setting(0.0, "Sparsity", "smaller FFN weights become zero")
+    target_density: float = _setting(
+        1.0, "Sparsity", "part of the FFN weights to be left in the end; 1: all"
+    )
+    target_density_step: int = _setting(
+        0, "Sparsity", "step that reaches it; 0: sparse_from, or the last"
+    )
+    sparse_from: int = _setting(
+        0, "Sparsity", "step that freezes zeros: the rest trains sparse; 0: never"
+    )
+    sparse_format: str = _setting("csr", "Sparsity", "how weights are then held: csr or block_ell")
 
     log_interval: int = _setting(10, "Reports", "steps between lines of metrics.jsonl")
     eval_interval: int = _setting(100, "Reports", "steps between validations; 0: only at the end")
@@ -110,7 +130,27 @@ class TrainConfig:
 
     def filled_in(self) -> "TrainConfig":
         """Return the same settings, with a number for each that follows another one."""
-        return dataclasses.replace(self, n_kv_heads=self.n_kv_heads or self.n_heads)
+        density_step = self.target_density_step
+        if self.target_density < 1:
+            density_step = density_step or self.sparse_from or self.steps
+        return dataclasses.replace(
+            self,
+            n_kv_heads=self.n_kv_heads or self.n_heads,
+            target_density_step=density_step,
+        )
+
+    @property
+    def weight_block_size(self) -> int:
+        """Rows and columns of what becomes zero as a whole in an FFN weight; 1: single weights."""
+        return self.block_size if self._has_blocks else 1
+
+    def weight_format_after(self, step: int) -> str:
+        """Return how FFN weights are held after a step: dense, csr or block_ell."""
+        return self.sparse_format if 0 < self.sparse_from <= step else "dense"
+
+    @property
+    def _has_blocks(self) -> bool:
+        return self.l1_block > 0 or self.sparse_format == "block_ell"
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Return the model these settings describe, for a tokenizer of ``vocab_size`` ids."""
@@ -163,6 +203,11 @@ class TrainConfig:
             "weight_decay",
             "gradient_clip",
             "l1_activation",
+            "l1_weight",
+            "l1_block",
+            "weight_threshold",
+            "target_density_step",
+            "sparse_from",
         ):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name}={getattr(self, name)} given, at least 0 wanted")
@@ -186,7 +231,11 @@ class TrainConfig:
                 f"minimum_learning_rate_fraction={self.minimum_learning_rate_fraction} given, "
                 f"a number from 0 to 1 wanted"
             )
-        for name, choices in (("ffn_path", FFN_PATHS), ("tokenizer", TOKENIZERS)):
+        for name, choices in (
+            ("ffn_path", FFN_PATHS),
+            ("tokenizer", TOKENIZERS),
+            ("sparse_format", SPARSE_FORMATS),
+        ):
             if getattr(self, name) not in choices:
                 raise UsageError(
                     f"{name}={shown(getattr(self, name))} given, one of {', '.join(choices)} wanted"
@@ -202,6 +251,76 @@ class TrainConfig:
             raise UsageError("sample_prompt='' given, at least one character wanted")
         is_bpe = self.tokenizer == "bpe"
         self.model_config(self.bpe_vocab_size if is_bpe else BYTE_VOCAB_SIZE).validate()
+        self._validate_weight_sparsity()
+
+    def _validate_weight_sparsity(self) -> None:
+        require_target_density("target_density", self.target_density)
+        if self.l1_weight and self._has_blocks:
+            other = f"l1_block={self.l1_block}" if self.l1_block else "sparse_format=block_ell"
+            wanted = "one of them" if self.l1_block else "l1_block for weights in blocks"
+            raise UsageError(f"l1_weight={self.l1_weight} given with {other}, {wanted} wanted")
+        smallest = min(self.d_model, self.d_ffn)
+        if self._has_blocks and not 1 <= self.block_size <= smallest:
+            raise UsageError(
+                f"block_size={self.block_size} given, 1 to {smallest} wanted for FFN weights of "
+                f"{self.d_ffn} x {self.d_model}"
+            )
+        if self.target_density < 1:
+            self._validate_target_density()
+        elif self.target_density_step:
+            raise UsageError(
+                f"target_density_step={self.target_density_step} given without a target_density "
+                f"below 1, both or none wanted"
+            )
+        if self.sparse_from:
+            self._validate_sparse_from()
+
+    def _validate_target_density(self) -> None:
+        entries = self.target_density * self.d_ffn * self.d_model
+        if entries < self.weight_block_size**2:
+            raise UsageError(
+                f"target_density={self.target_density} given, which leaves less than one "
+                f"{'block' if self._has_blocks else 'entry'} of an FFN weight of {self.d_ffn} x "
+                f"{self.d_model}; a larger one wanted"
+            )
+        step = self.filled_in().target_density_step
+        last = "sparse_from" if self.sparse_from else "steps"
+        if step > getattr(self, last):
+            raise UsageError(
+                f"target_density_step={step} given, at most {last}={getattr(self, last)} wanted"
+            )
+        if step <= self.l1_warmup_steps:
+            raise UsageError(
+                f"l1_warmup_steps={self.l1_warmup_steps} given, fewer than {step} wanted: in step "
+                f"{step} target_density is to be reached"
+            )
+
+    def _validate_sparse_from(self) -> None:
+        if self.sparse_from > self.steps:
+            raise UsageError(
+                f"sparse_from={self.sparse_from} given, at most steps={self.steps} wanted"
+            )
+        is_dense = self.target_density == 1
+        if is_dense and not (self.l1_weight or self.l1_block or self.weight_threshold):
+            raise UsageError(
+                f"sparse_from={self.sparse_from} given, but nothing that makes weights zero before "
+                f"it; target_density, l1_weight, l1_block or weight_threshold wanted"
+            )
+        if self.sparse_from <= self.l1_warmup_steps:
+            raise UsageError(
+                f"l1_warmup_steps={self.l1_warmup_steps} given, fewer than "
+                f"sparse_from={self.sparse_from} wanted"
+            )
+        if self.ffn_path != "auto":
+            raise UsageError(
+                f"ffn_path={self.ffn_path} given with sparse_from={self.sparse_from}, auto wanted: "
+                f"sparse weights have a path of their own"
+            )
+        if self.revive_dead:
+            raise UsageError(
+                f"revive_dead=true given with sparse_from={self.sparse_from}, one of them wanted: "
+                f"revival changes weights that sparse_from has left out"
+            )
 
     def to_toml(self) -> str:
         """Return the settings as a TOML document that :func:`read_toml` reads back equal."""
@@ -220,6 +339,8 @@ _FIELDS = {description.name: description for description in dataclasses.fields(T
 
 # Given as numbers of steps, these follow the length of the run when only `steps` is changed.
 _SCALED_WITH_STEPS = ("warmup_steps", "l1_warmup_steps")
+# 0 would have another meaning in these.
+_SCALED_TO_AT_LEAST_1 = ("target_density_step", "sparse_from")
 
 
 def resolve(
@@ -229,8 +350,8 @@ def resolve(
 ) -> TrainConfig:
     """Return valid settings from a preset, then a TOML file, then ``key=value`` overrides.
 
-    Where ``steps`` differs from the preset's, the preset's warm-ups are scaled with it, unless they
-    are set as well.
+    Where ``steps`` differs from the preset's, the preset's other numbers of steps up to which
+    something goes on (warm-ups, ``sparse_from``) are scaled with it, unless they are set as well.
 
     Parameters
     ----------
@@ -259,10 +380,10 @@ def resolve(
         raise UsageError(_unknown("preset", str(name), PRESETS))
     settings = PRESETS[name] | given
     if isinstance(settings["steps"], int):
-        for key in _SCALED_WITH_STEPS:
+        for key in (*_SCALED_WITH_STEPS, *_SCALED_TO_AT_LEAST_1):
             if key not in given and key in settings:
-                scale = settings["steps"] / PRESETS[name]["steps"]
-                settings[key] = round(settings[key] * scale)
+                scaled = round(settings[key] * settings["steps"] / PRESETS[name]["steps"])
+                settings[key] = max(scaled, 1 if key in _SCALED_TO_AT_LEAST_1 else 0)
     return from_settings(settings)
 
 
@@ -284,6 +405,18 @@ def with_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig
     changed = dataclasses.replace(config, **dict(map(parse_override, overrides)))
     changed.validate()
     return changed
+
+
+def require_target_density(name: str, density: float) -> None:
+    """Refuse what is no part of the weights that could be left.
+
+    Raises
+    ------
+    UsageError
+        One line that begins with ``name``.
+    """
+    if not 0 < density <= 1:
+        raise UsageError(f"{name}={density} given, a number above 0 and at most 1 wanted")
 
 
 def require_bpe_vocab_size(size: int) -> None:

@@ -33,15 +33,20 @@ from twell_numba.train.checkpoints import (
 )
 from twell_numba.train.config import TrainConfig, require_resumable
 from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
+from twell_numba.train.failure import Diverged, StepFailed
+from twell_numba.train.freezing import thinned_copy
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
 from twell_numba.train.prepared import SUFFIX, open_prepared
 from twell_numba.train.report import Reporter, reporter_for
 from twell_numba.train.run_folder import RunFolder
 from twell_numba.train.sparsity import StepStatistics
 from twell_numba.train.tokenizer import make_tokenizer
-from twell_numba.train.trainer import Diverged, StepResult, Trainer
+from twell_numba.train.trainer import StepResult, Trainer
+from twell_numba.train.weight_sparsity import weight_statistics
 
 SAMPLE_TEMPERATURE = 0.8
+# One for each kernel that a prompt may take with sparse weights, by its length.
+PROMPT_LENGTHS = (1, 2, 32, 128)
 # Recent steps that the time left is estimated from: sparse steps get faster as training goes on.
 _RECENT_STEPS = 100
 
@@ -77,7 +82,7 @@ def train(
     ------
     TwellError
         If the data, the settings or the folder cannot be used, another process is training the run,
-        or a number is no longer finite.
+        a number is no longer finite, or a feedforward weight is left without an entry.
     Interrupted
         After a Ctrl-C, SIGTERM or SIGHUP, once the step is finished and saved.
     """
@@ -132,7 +137,7 @@ class _Run:
     def _train(self, interrupt: InterruptFlag) -> dict[str, Any]:
         try:
             evaluation = self._take_steps(interrupt)
-        except Diverged as error:
+        except StepFailed as error:
             raise self._with_advice(error) from None
         return self._finish(evaluation)
 
@@ -153,7 +158,7 @@ class _Run:
                 f"{self.run.path} has finished its {self.config.steps} steps; "
                 f"to train on, set more steps than {step}, or start a new run"
             )
-        model, tokenizer = load_checkpoint_model(checkpoint, self.config)
+        model, tokenizer = load_checkpoint_model(checkpoint, self.config, step)
         self.corpus = load_corpus(self.config, tokenizer)
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus, model)
@@ -207,9 +212,19 @@ class _Run:
     def _compile(self) -> None:
         self.reporter.compiling()
         begin = time.monotonic()
-        with _paths_undisturbed(self.trainer.model):
-            compile_kernels(self.trainer.model, self.windows[0])
-        self.trainer.optimizer.compile()
+        trainer, config = self.trainer, self.config
+        with _paths_undisturbed(trainer.model):
+            compile_kernels(trainer.model, self.windows[0])
+        trainer.optimizer.compile()
+        if trainer.model.weight_format == "dense":
+            trainer.weight_sparsity.compile(trainer.model.dtype)
+        if config.sparse_from:
+            compile_sparse_path(
+                trainer.model,
+                config.sparse_format,
+                config.block_size,
+                config.batch_size * config.context_length,
+            )
         self.reporter.compiled(time.monotonic() - begin)
 
     def _take_steps(self, interrupt: InterruptFlag) -> Evaluation:
@@ -281,11 +296,13 @@ class _Run:
             "gradient_norm": result.gradient_norm,
             "learning_rate": result.learning_rate,
             "l1_strength": result.l1_strength,
+            "weight_l1_strength": result.weight_l1_strength,
             "tokens_per_second": speed,
             "activation_sparsity": result.statistics.activation_sparsity(),
             "nonzeros_per_token": result.statistics.nonzeros_per_token(),
             "dead_neuron_fraction": self.trainer.dead_neurons.fraction(),
             "ffn_paths": result.statistics.paths,
+            **weight_statistics(self.trainer.model, self.config.weight_block_size),
         }
         if evaluation is not None:
             row["validation_loss"] = evaluation["loss"]
@@ -320,7 +337,7 @@ class _Run:
     def _total_seconds(self) -> float:
         return self.clocks["seconds"] + time.monotonic() - self.started
 
-    def _with_advice(self, error: Diverged) -> TwellError:
+    def _with_advice(self, error: StepFailed) -> TwellError:
         if self.saved_step is None:
             kept = "no checkpoint had been saved yet"
         else:
@@ -379,7 +396,8 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
     """
     chosen = model.ffn_path
     tokens = window[None, :]
-    for path in ("dense", "twell") if chosen == "auto" else (chosen,):
+    is_choice = chosen == "auto" and model.weight_format == "dense"
+    for path in ("dense", "twell") if is_choice else (chosen,):
         model.ffn_path = path
         logits, backprop = model(tokens[:, :-1], l1_scale=1.0)
         _, backprop_loss = cross_entropy_loss(logits, tokens[:, 1:].ravel())
@@ -390,6 +408,32 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
         # A single token, as in a sample, may take kernels of its own.
         model.step(tokens[:, :1], KVCache(model.config, 1, 1, model.dtype))
     model.ffn_path = chosen
+
+
+def compile_sparse_path(
+    model: Transformer, weight_format: str, block_size: int, tokens: int
+) -> None:
+    """Compile, or load from the disk, what runs once the zeros of the weights are frozen.
+
+    Changes nothing of the model.
+
+    Parameters
+    ----------
+    model : Transformer
+    weight_format : {"csr", "block_ell"}
+    block_size : int
+        b of ``block_ell``.
+    tokens : int
+        M, the tokens of a forward pass.
+    """
+    layer = thinned_copy(model.ffn_layers[0])
+    layer.hold_weights(weight_format, block_size)
+    # Prompts of samples have fewer tokens, for which there are kernels of their own.
+    for count in (tokens, *(number for number in PROMPT_LENGTHS if number < tokens)):
+        y, backprop = layer(np.ones((count, model.config.d_model), model.dtype), l1_scale=1.0)
+        if count == tokens:
+            backprop(y)
+        _ = layer.statistics
 
 
 @contextmanager

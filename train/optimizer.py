@@ -1,7 +1,7 @@
 """AdamW with decoupled weight decay, and clipping of the gradient by its global norm."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -58,6 +58,24 @@ class AdamW:
         self.second_moment = {
             name: np.zeros_like(parameter.value) for name, parameter in self._parameters.items()
         }
+
+    def replace(
+        self, parameter: Parameter, same_entries: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Go on with another parameter in the place of the one of the same name.
+
+        Parameters
+        ----------
+        parameter : Parameter
+            One that holds other entries of the same tensor, such as those that are not zero.
+        same_entries : callable
+            Takes an array like the old value and returns one like the new value: what becomes of
+            the moments.
+        """
+        name = parameter.name
+        self._parameters[name] = parameter
+        for moments in (self.first_moment, self.second_moment):
+            moments[name] = same_entries(moments[name])
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""

@@ -24,6 +24,17 @@ _TINY: dict[str, Any] = {
     "checkpoint_interval": 600,
 }
 
+# The same model with 1% of its feedforward weights. Few weights take a higher learning rate, and
+# most of the run to make up for those that are gone.
+_TINY_WEIGHT_SPARSE: dict[str, Any] = {
+    **_TINY,
+    "learning_rate": 4e-3,
+    "l1_activation": 0.0,
+    "target_density": 0.01,
+    "sparse_from": 1000,
+    "sparse_format": "csr",
+}
+
 # About 10 million parameters.
 _SMALL: dict[str, Any] = {
     "steps": 4000,
@@ -97,6 +108,7 @@ def _paper(n_layers: int, steps: int) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
+    "tiny-weight-sparse": _TINY_WEIGHT_SPARSE,
     "small": _SMALL,
     "base": _BASE,
     "paper-0.5b": _paper(n_layers=8, steps=10_000),

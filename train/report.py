@@ -248,11 +248,21 @@ def figures_text(row: Mapping[str, Any]) -> str:
         f"activation sparsity {row['activation_sparsity']:.2%}",
         f"nonzeros/token {sum(nonzeros) / len(nonzeros):.1f}",
         f"dead {row['dead_neuron_fraction']:.1%}",
+    ]
+    weight_density = _mean_weight_density(row)
+    if weight_density < 1:
+        parts.append(f"FFN weights {weight_density:.2%}")
+    parts += [
         f"lr {row['learning_rate']:.2e}",
     ]
     if row["tokens_per_second"] is not None:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     return "  ".join(parts)
+
+
+def _mean_weight_density(row: Mapping[str, Any]) -> float:
+    by_matrix = row["ffn_weight_density"].values()
+    return sum(map(sum, by_matrix)) / sum(map(len, by_matrix))
 
 
 def progress_line(row: Mapping[str, Any], steps: int, seconds_left: float | None) -> str:

@@ -284,8 +284,23 @@ class MissingSettingsError(TwellError):
     """A table of settings lacks some; :func:`complete_settings` never takes defaults for them."""
 
 
+# Settings that runs of the first version did not have. Their defaults do what that version did.
+ADDED_SETTINGS = frozenset(
+    {
+        "l1_weight",
+        "l1_block",
+        "block_size",
+        "weight_threshold",
+        "target_density",
+        "target_density_step",
+        "sparse_from",
+        "sparse_format",
+    }
+)
+
+
 def complete_settings(settings: Any) -> TrainConfig:
-    """Return valid settings from a table that must name every one of them.
+    """Return valid settings from a table that must name every one but :data:`ADDED_SETTINGS`.
 
     Raises
     ------
@@ -299,7 +314,8 @@ def complete_settings(settings: Any) -> TrainConfig:
     if not isinstance(settings, dict):
         raise TypeError(f"settings={settings!r} given, a table wanted")
     names = [field.name for field in dataclasses.fields(TrainConfig)]
-    if missing := [name for name in names if name not in settings]:
+    known_later = settings.keys() | ADDED_SETTINGS
+    if missing := [name for name in names if name not in known_later]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MissingSettingsError(f"no {missing[0]}{more} given")
     return from_settings(settings)

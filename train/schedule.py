@@ -1,4 +1,4 @@
-"""How the learning rate and the L1 strength change over a run: pure functions of the step.
+"""How learning rate, L1 strength and weight density change over a run: functions of the step.
 
 Steps are counted from 1, as in reports: step ``s`` is the s-th update, and the last is
 ``total_steps``.
@@ -36,3 +36,16 @@ def l1_strength(step: int, *, strength: float, warmup_steps: int) -> float:
     if step < warmup_steps:
         return strength * step / warmup_steps
     return strength
+
+
+def weight_density(step: int, *, target: float, begin: int, end: int) -> float:
+    """Return the density of weights that is wanted after a step (Zhu and Gupta, arXiv 1710.01878).
+
+    It is 1 up to step ``begin``, ``target`` from step ``end`` on, and between them, with
+    ``p = (step - begin) / (end - begin)``, ``target + (1 - target) (1 - p)^3``: most weights go
+    early, while there are many that do nothing.
+    """
+    if step >= end:
+        return target
+    progress = max(0, step - begin) / (end - begin)
+    return target + (1.0 - target) * (1.0 - progress) ** 3

@@ -1,7 +1,7 @@
 """One training step, and everything that changes from step to step.
 
 A step in order: draw windows; for each micro-batch forward, loss, backward; clip; AdamW; count
-which neurons fired; revive dead ones.
+which neurons fired; revive dead ones; make feedforward weights zero; freeze these zeros.
 """
 
 import math
@@ -13,30 +13,18 @@ import numpy as np
 from twell_numba.errors import TwellError
 from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
+from twell_numba.layers.parameter import Parameter
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import BatchSampler
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
+from twell_numba.train.failure import Diverged
+from twell_numba.train.freezing import freeze_zeros
 from twell_numba.train.optimizer import AdamW, clip_scale
 from twell_numba.train.schedule import l1_strength, learning_rate
 from twell_numba.train.sparsity import DeadNeurons, StepStatistics, l1_scale, revive_dead
-
-
-class Diverged(TwellError):
-    """A loss, gradient, weight or optimizer moment is no longer a finite number.
-
-    Attributes
-    ----------
-    advice : str
-        What to change.
-    """
-
-    def __init__(
-        self, message: str, advice: str = "try a lower learning_rate or a longer warm-up"
-    ) -> None:
-        super().__init__(message)
-        self.advice = advice
+from twell_numba.train.weight_sparsity import WeightSparsity
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class StepResult:
         The L1 term, strength included.
     gradient_norm : float
         Before clipping.
-    learning_rate, l1_strength : float
+    learning_rate, l1_strength, weight_l1_strength : float
         As used in this step.
     statistics : StepStatistics
     """
@@ -61,11 +49,12 @@ class StepResult:
     gradient_norm: float
     learning_rate: float
     l1_strength: float
+    weight_l1_strength: float
     statistics: StepStatistics
 
 
 class Trainer:
-    """The state of a training run: model, optimizer, position in the data, dead neurons.
+    """The state of a training run: model, optimizer, position in the data, sparsity.
 
     Parameters
     ----------
@@ -105,6 +94,7 @@ class Trainer:
         )
         self.dead_neurons = DeadNeurons(config.n_layers, config.d_ffn, config.dead_neuron_window)
         self._revival_rng = np.random.default_rng(revival)
+        self.weight_sparsity = WeightSparsity(config)
 
     @property
     def step_count(self) -> int:
@@ -123,6 +113,8 @@ class Trainer:
         ------
         Diverged
             If the loss or the gradient is not finite; weights and moments are then as before.
+        StepFailed
+            If an FFN weight would be left without an entry.
         """
         config = self.config
         step = self.step_count + 1
@@ -149,7 +141,8 @@ class Trainer:
         self.dead_neurons.add_step(statistics.fired)
         if config.revive_dead and self.dead_neurons.window_is_full():
             self._revive_dead()
-        return StepResult(loss, l1_loss, norm, rate, strength, statistics)
+        weight_strength = self._make_weights_sparse(step, rate)
+        return StepResult(loss, l1_loss, norm, rate, strength, weight_strength, statistics)
 
     def require_finite_state(self) -> None:
         """Check weights and optimizer moments, before they are saved.
@@ -167,6 +160,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a step depends on beside weights and moments, in values JSON can hold."""
+        controller = self.weight_sparsity.controller
         return {
             "step": self.step_count,
             "tokens": self.token_count,
@@ -175,6 +169,7 @@ class Trainer:
             "dead_neurons": self.dead_neurons.state_dict(),
             # What each layer's `auto` path goes by: another path would round differently.
             "ffn_auto": [ffn.auto_state for ffn in self.model.ffn_layers],
+            "weight_l1_strength": controller.strength if controller else None,
         }
 
     def load_state(self, state: dict[str, Any], moments: dict[str, np.ndarray]) -> None:
@@ -193,11 +188,13 @@ class Trainer:
         self.dead_neurons.load_state_dict(state["dead_neurons"])
         for ffn, auto_state in zip(self.model.ffn_layers, state["ffn_auto"], strict=True):
             ffn.auto_state = _auto_state(auto_state)
+        if self.weight_sparsity.controller is not None:
+            self.weight_sparsity.controller.restore(state["weight_l1_strength"])
         if self.dead_neurons.step != self.step_count:
             raise ValueError(f"dead_neurons is of step {self.dead_neurons.step}")
         # A generator may round or wrap what it cannot hold.
         loaded = self.state_dict()
-        for name in ("tokens", "sampler", "revival"):
+        for name in ("tokens", "sampler", "revival", "weight_l1_strength"):
             if loaded[name] != state[name]:
                 raise ValueError(f"{name} is not what a run of these settings saves")
 
@@ -227,6 +224,21 @@ class Trainer:
                 raise self._diverged(message, loss, l1_loss)
             backprop(backprop_loss())
         return loss, l1_loss, statistics
+
+    def _make_weights_sparse(self, step: int, learning_rate: float) -> float:
+        """Take the proximal step, unless zeros are frozen; return its strength."""
+        if self.model.weight_format != "dense":
+            return 0.0
+        strength = self.weight_sparsity.after_step(step, learning_rate, self._ffn_parameters())
+        if step == self.config.sparse_from:
+            freeze_zeros(
+                self.model, self.optimizer, self.config.sparse_format, self.config.block_size
+            )
+            self.parameters = self.model.parameters()
+        return strength
+
+    def _ffn_parameters(self) -> list[Parameter]:
+        return [parameter for ffn in self.model.ffn_layers for parameter in ffn.parameters()]
 
     def _revive_dead(self) -> None:
         matrix = "gate_proj" if self.config.ffn == "gated" else "up_proj"

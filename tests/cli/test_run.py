@@ -170,6 +170,11 @@ def test_a_run_is_resumed_with_more_steps(run: Path, tmp_path: Path) -> None:
         (["--set", "d_model=130"], 2, "not divisible by n_heads"),
         (["--set", "d_model"], 2, "key=value wanted"),
         (["--steps", "0"], 2, "at least 1 wanted"),
+        (["--target-density", "0"], 2, "target_density=0.0 given, a number above 0 and at most 1"),
+        (["--target-density", "1.5"], 2, "target_density=1.5 given, a number above 0"),
+        (["--target-density", "nan"], 2, "a finite number wanted"),
+        (["--target-density", "few"], 2, "target_density='few' given, a number wanted"),
+        (["--set", "sparse_format=block_ell", "--set", "block_size=999"], 2, "1 to 128 wanted"),
         (["--config", "missing.toml"], 1, "missing.toml"),
         (["--data", "missing.txt"], 1, "missing.txt"),
         (["--resume", "missing"], 1, "missing"),
@@ -191,6 +196,20 @@ def test_bad_training_requests_are_one_line_and_leave_nothing(
     monkeypatch.chdir(tmp_path)
     assert message in error_line(invoke("train", *arguments), code)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_trained_to_a_target_density(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = [*settings_options(), "--set", "sparse_from=3", "--target-density", "0.2"]
+    result = invoke("train", *options, "--data", text, "--out", run, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ffn_weight_sparsity"] == pytest.approx(0.8, abs=1e-3)
+    assert "FFN weights 19.99%" in result.stderr
+    line = error_line(invoke("train", "--resume", run, "--steps", 5, "--target-density", 0.1), 2)
+    assert "target_density=0.1 given to resume a run with target_density=0.2" in line
+    result = invoke("train", "--resume", run, "--steps", 5, "--json", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ffn_weight_sparsity"] == pytest.approx(0.8, abs=1e-3)
 
 
 @pytest.mark.parametrize("content", ["", "short"])

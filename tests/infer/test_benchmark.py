@@ -7,7 +7,9 @@ from click.testing import CliRunner
 
 from twell_numba.cli import twell
 from twell_numba.infer import timing
-from twell_numba.infer.benchmark import FFNShape, benchmark_ffn, benchmark_one_token
+from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
+from twell_numba.infer.benchmark_weights import benchmark_weights, break_even_density
+from twell_numba.infer.ffn_problem import FFNShape
 
 KEYS = {
     "operation",
@@ -72,3 +74,47 @@ def test_command(as_json):
     else:
         assert "speed-up" in result.stdout
         assert result.stdout.count("auto") == 4
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_rows_of_sparse_weights(backward, tokens):
+    shape = FFNShape(tokens, 30, 200, 100)
+    rows = benchmark_weights(shape, 0.2, 8, rounds=1, seed=0, backward=backward)
+    assert [row["path"] for row in rows] == ["csr", "block_ell"]
+    for row in rows:
+        assert row.keys() == KEYS - {"nonzeros_per_token"} | {"density"}
+        assert row["operation"] == ("forward+backward" if backward else "forward")
+        assert row["shape"] == {"M": tokens, "D": 30, "F": 200}
+        assert row["density"] == pytest.approx(0.2, rel=0.3)
+        assert row["speedup"] == row["dense_ms"] / row["sparse_ms"] > 0
+        assert 0 < row["max_relative_error"] < 1e-5
+
+
+def test_break_even_density():
+    def rows(*points):
+        return [{"density": density, "speedup": speedup} for density, speedup in points]
+
+    assert break_even_density(rows((0.4, 0.5), (0.1, 2.0))) == pytest.approx(0.2)
+    assert break_even_density(rows((0.1, 2.0), (0.4, 1.5))) is None
+    assert break_even_density(rows((0.1, 0.9), (0.4, 0.5))) is None
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_command_for_sparse_weights(as_json):
+    sizes = ["--tokens", "8", "--width", "8", "--hidden-width", "40", "--block-size", "8"]
+    arguments = ["bench", "weights", *sizes, "--density", "0.1", "--density", "0.5"]
+    result = CliRunner().invoke(twell, [*arguments, *(["--json"] if as_json else [])])
+    assert result.exit_code == 0, result.output
+    if as_json:
+        assert len(json.loads(result.stdout)) == 12
+    else:
+        assert "faster than dense" in result.stdout
+        assert result.stdout.count("block_ell") == 9
+
+
+def test_blocks_larger_than_the_weights_are_refused():
+    arguments = ["bench", "weights", "--width", "8", "--block-size", "9"]
+    result = CliRunner().invoke(twell, arguments)
+    assert result.exit_code == 2
+    assert "--block-size 9 given, at most 8 wanted" in result.stderr

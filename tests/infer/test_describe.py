@@ -45,6 +45,45 @@ def test_a_checkpoint_is_described_by_its_tensors(checkpoint: Path) -> None:
     assert description["resumable"] is False
 
 
+@pytest.mark.parametrize("weight_format", ["dense", "csr", "block_ell"])
+def test_zeros_bytes_and_format_of_each_layer_are_described(
+    tmp_path: Path, weight_format: str
+) -> None:
+    model = Transformer(CONFIG, np.random.default_rng(0))
+    gate, up, down = (parameter.value for parameter in model.ffn_layers[1].parameters())
+    gate[:, 1:] = 0  # one block column of two
+    up[:12] = -0.0
+    model.hold_ffn_weights(weight_format, 4)
+    save_model(tmp_path, model, ByteTokenizer())
+    first, second = describe_checkpoint(tmp_path)["ffn_layers"]
+    assert first["format"] == second["format"] == weight_format
+    assert first["weights"] == first["nonzeros"] == 3 * 24 * 8
+    assert first["density"] == 1
+    assert second["nonzeros"] == 24 + 12 * 8 + 24 * 8
+    assert second["density"] == pytest.approx(312 / 576)
+    assert second["density_by_matrix"] == {"gate_proj": 1 / 8, "up_proj": 1 / 2, "down_proj": 1}
+    assert first["dense_bytes"] == second["dense_bytes"] == 4 * 576
+    parts = [parameter.operand for parameter in model.ffn_layers[1].parameters()]
+    if weight_format != "block_ell":
+        assert second["bytes"] == sum(part.nbytes for part in parts)
+    else:  # values of 6 + 6 + 12 blocks, and 6 rows of block columns for each matrix
+        assert second["bytes"] == 4 * (16 * (6 + 6 + 12) + 6 * (1 + 2 + 2))
+
+
+def test_weights_that_cannot_be_counted_are_described_all_the_same(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    write_raw = {"dtype": "F8_E4M3", "shape": [24, 8], "data_offsets": [0, 192]}
+    header = json.dumps({name: write_raw}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(192))
+    first, second = describe_checkpoint(checkpoint)["ffn_layers"]
+    assert first["nonzeros"] is first["density"] is None
+    assert first["density_by_matrix"]["up_proj"] is None
+    assert first["bytes"] == first["dense_bytes"] == 192
+    assert second["nonzeros"] is None
+    assert second["bytes"] == 0
+
+
 def test_training_state_is_described(checkpoint: Path) -> None:
     (checkpoint / "training_state.json").write_text(json.dumps({"step": 7}))
     assert describe_checkpoint(checkpoint)["step"] == 7

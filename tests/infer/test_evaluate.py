@@ -8,6 +8,8 @@ from twell_numba.errors import TwellError
 from twell_numba.infer.evaluate import (
     evaluate,
     ffn_weight_sparsity,
+    ffn_weight_sparsity_by_layer,
+    fired_neurons,
     perplexity,
     require_finite_weights,
 )
@@ -79,6 +81,34 @@ def test_weight_sparsity_counts_exact_zeros(byte_model: Transformer) -> None:
         for parameter in ffn.parameters():
             parameter.value[::2] = -0.0
     assert ffn_weight_sparsity(byte_model) == 0.5
+
+
+@pytest.mark.parametrize("weight_format", ["csr", "block_ell"])
+def test_weights_that_are_not_stored_are_zeros(byte_model: Transformer, weight_format: str) -> None:
+    for ffn, step in zip(byte_model.ffn_layers, (2, 4), strict=True):
+        for parameter in ffn.parameters():
+            kept = parameter.value[::step].copy()
+            parameter.value[:] = 0
+            parameter.value[::step] = kept
+    expected = evaluate(byte_model, windows(), ByteTokenizer())
+    byte_model.hold_ffn_weights(weight_format)
+    byte_model.ffn_layers[0].parameters()[0].value[..., 0] = 0  # stored zeros are zeros
+    dense = byte_model.ffn_layers[0].weight_density
+    assert ffn_weight_sparsity_by_layer(byte_model) == [1 - dense, 0.75]
+    assert dense < 0.5
+    result = evaluate(byte_model, windows(), ByteTokenizer())
+    assert result["ffn_weight_sparsity"] == pytest.approx((1 - dense + 0.75) / 2)
+    assert expected["ffn_weight_sparsity"] == 0.625
+    assert result["dead_neuron_fraction"] == pytest.approx(
+        expected["dead_neuron_fraction"], abs=0.02
+    )
+
+
+def test_neurons_that_fired(byte_model: Transformer) -> None:
+    data = windows().astype(np.int64)
+    byte_model.logits(data[:, :-1])
+    expected = [ffn.statistics.fired for ffn in byte_model.ffn_layers]
+    np.testing.assert_array_equal(fired_neurons(byte_model, data, 2), expected)
 
 
 def test_result_is_plain_json(byte_model: Transformer) -> None:

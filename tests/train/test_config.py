@@ -27,6 +27,7 @@ def test_every_preset_is_valid(preset):
     ("preset", "millions"),
     [
         ("tiny", 1.1),
+        ("tiny-weight-sparse", 1.1),
         ("small", 10.2),
         ("base", 124.3),
         ("paper-0.5b", 512),
@@ -131,6 +132,20 @@ def test_override_values(override, value):
         ("adam_eps=1e-50", "at least 1e-30 wanted"),
         ("norm_eps=1e-50", "a number from 1e-30 to 1 wanted"),
         ("norm_eps=2", "a number from 1e-30 to 1 wanted"),
+        ("target_density=0", "target_density=0.0 given, a number above 0 and at most 1 wanted"),
+        ("target_density=1.5", "target_density=1.5 given, a number above 0 and at most 1 wanted"),
+        ("target_density=-0.1", "above 0 and at most 1 wanted"),
+        ("target_density=1e-6", "leaves less than one entry of an FFN weight of 512 x 128"),
+        ("target_density_step=10", "without a target_density below 1"),
+        ("l1_weight=-1", "at least 0 wanted"),
+        ("l1_weight=1e30", "at most 1000 wanted"),
+        ("l1_block=1e30", "at most 1000 wanted"),
+        ("weight_threshold=1e30", "at most 1000 wanted"),
+        ("weight_threshold=-0.1", "at least 0 wanted"),
+        ("sparse_from=-1", "at least 0 wanted"),
+        ("sparse_from=2401", "sparse_from=2401 given, at most steps=2400 wanted"),
+        ("sparse_from=100", "nothing that makes weights zero before it"),
+        ("sparse_format=coo", "csr, block_ell wanted"),
         ("x" * 5000 + "=1", "no setting is called"),
         ("x" * 5000, "key=value wanted"),
     ],
@@ -142,6 +157,95 @@ def test_wrong_overrides_are_refused_in_one_line(override, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["l1_weight=1", "l1_block=1"], "l1_weight=1.0 given with l1_block=1.0, one of them"),
+        (["l1_weight=1", "sparse_format=block_ell"], "l1_block for weights in blocks wanted"),
+        (["l1_block=1", "block_size=129"], "block_size=129 given, 1 to 128 wanted"),
+        (["sparse_format=block_ell", "block_size=0"], "block_size=0 given, 1 to 128 wanted"),
+        (["l1_block=1", "target_density=0.001"], "less than one block of an FFN weight"),
+        (["target_density=0.1", "target_density_step=2401"], "at most steps=2400 wanted"),
+        (
+            ["target_density=0.1", "target_density_step=900", "sparse_from=800"],
+            "target_density_step=900 given, at most sparse_from=800 wanted",
+        ),
+        (["target_density=0.1", "target_density_step=300"], "l1_warmup_steps=300 given, fewer"),
+        (["target_density=0.1", "sparse_from=200"], "fewer than 200 wanted"),
+        (["l1_weight=1", "sparse_from=300"], "fewer than sparse_from=300 wanted"),
+        (
+            ["l1_weight=1", "sparse_from=900", "ffn_path=twell"],
+            "ffn_path=twell given with sparse_fr",
+        ),
+        (
+            ["l1_weight=1", "sparse_from=900", "ffn_path=dense"],
+            "ffn_path=dense given with sparse_fr",
+        ),
+        (
+            ["l1_weight=1", "sparse_from=900", "revive_dead=true"],
+            "revive_dead=true given with spar",
+        ),
+    ],
+)
+def test_settings_of_weight_sparsity_that_do_not_fit_are_refused_in_one_line(overrides, message):
+    with pytest.raises(UsageError) as caught:
+        resolve(overrides=overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["l1_weight=1"],
+        ["l1_block=1", "block_size=128"],
+        ["weight_threshold=0.01", "sparse_from=900"],
+        ["target_density=0.1", "sparse_from=2400", "target_density_step=2400"],
+        ["target_density=0.1", "l1_weight=0.2", "sparse_from=400"],
+        ["target_density=0.1", "sparse_format=block_ell", "block_size=8"],
+        ["block_size=4096"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_settings_of_weight_sparsity_that_fit_are_taken(overrides):
+    resolve(overrides=overrides)
+
+
+def test_the_target_is_reached_when_zeros_are_frozen_or_at_the_end_unless_set():
+    def step(*overrides):
+        return resolve(overrides=overrides).filled_in().target_density_step
+
+    assert step() == 0
+    assert step("target_density=0.1") == 2400
+    assert step("target_density=0.1", "sparse_from=1000") == 1000
+    assert step("target_density=0.1", "sparse_from=1000", "target_density_step=900") == 900
+
+
+def test_weights_go_in_blocks_or_one_by_one_as_the_format_wants():
+    assert resolve().weight_block_size == 1
+    assert resolve(overrides=["target_density=0.1", "block_size=8"]).weight_block_size == 1
+    blocks = ["target_density=0.1", "block_size=8", "sparse_format=block_ell"]
+    assert resolve(overrides=blocks).weight_block_size == 8
+    assert resolve(overrides=["l1_block=0.1"]).weight_block_size == 16
+
+
+def test_the_format_of_weights_changes_at_sparse_from():
+    config = resolve(overrides=["l1_weight=1", "sparse_from=900"])
+    assert [config.weight_format_after(step) for step in (0, 899, 900, 901)] == [
+        "dense",
+        "dense",
+        "csr",
+        "csr",
+    ]
+    assert resolve().weight_format_after(2400) == "dense"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+def test_a_short_run_of_the_sparse_preset_freezes_its_zeros_too(steps):
+    config = resolve("tiny-weight-sparse", overrides=[f"steps={steps}"])
+    assert 1 <= config.sparse_from <= steps
 
 
 @pytest.mark.parametrize(("size", "message"), [(2**20 + 1, "at most 1048576"), (10**18, "at most")])

@@ -22,12 +22,13 @@ from twell_numba.train import checkpoints as checkpoints_module
 from twell_numba.train import interrupt as interrupt_module
 from twell_numba.train import loop as loop_module
 from twell_numba.train.config import with_overrides
+from twell_numba.train.failure import Diverged
 from twell_numba.train.interrupt import InterruptFlag
 from twell_numba.train.loop import compile_kernels, load_corpus
 from twell_numba.train.prepared import prepare
 from twell_numba.train.report import Reporter
-from twell_numba.train.run_folder import RunFolder
-from twell_numba.train.trainer import Diverged, Trainer
+from twell_numba.train.run_folder import ADDED_SETTINGS, RunFolder
+from twell_numba.train.trainer import Trainer
 
 SUMMARY_KEYS = {
     "loss",
@@ -57,6 +58,10 @@ METRICS_KEYS = {
     "nonzeros_per_token",
     "dead_neuron_fraction",
     "ffn_paths",
+    "weight_l1_strength",
+    "ffn_weight_density",
+    "ffn_weight_format",
+    "ffn_weight_bytes",
 }
 
 
@@ -155,6 +160,11 @@ def test_a_run_writes_what_it_promises(tmp_path, config, capsys):
     assert rows[-1]["validation_loss"] == summary["loss"]
     assert rows[0]["tokens_per_second"] is None
     assert rows[-1]["l1_strength"] == config.l1_activation
+    assert rows[-1]["ffn_weight_density"] == dict.fromkeys(
+        ("gate_proj", "up_proj", "down_proj"), [1.0, 1.0]
+    )
+    assert rows[-1]["ffn_weight_format"] == "dense"
+    assert rows[-1]["ffn_weight_bytes"] == 2 * 3 * 24 * 16 * 4
 
     assert folder.checkpoint_steps() == [4, 8, 12]
     assert sorted(path.name for path in folder.checkpoint_path(12).iterdir()) == [
@@ -302,6 +312,9 @@ def test_a_resumed_run_goes_on_counting_time_and_speed(run):
         "weight_decay=0.0",
         "l1_activation=0.5",
         "dead_neuron_window=7",
+        "weight_threshold=0.5",
+        "target_density=0.5",
+        "sparse_format='block_ell'",
     ],
 )
 def test_settings_edited_in_config_toml_are_refused(run, config, override):
@@ -450,6 +463,7 @@ DAMAGED_VALUES = {
     "sampler": [{}, [], None, {"bit_generator": "MT19937"}],
     "revival": [{}, "state", {"bit_generator": "PCG64", "state": {"state": -1, "inc": 2**200}}],
     "dead_neurons": [{}, [], {"step": 1, "last_fired": []}, {"step": 10**30, "last_fired": [[0]]}],
+    "weight_l1_strength": [0.1, 0, "0.1", [], False],
     "ffn_auto": [
         [],
         None,
@@ -490,12 +504,24 @@ def test_a_generator_state_that_does_not_fit_is_refused(run):
 def test_a_state_that_lacks_something_is_refused(run):
     path = RunFolder(run).checkpoint_path(1) / "training_state.json"
     state = json.loads(path.read_text())
-    assert {"sampler", "revival", "dead_neurons", "ffn_auto", "clocks", "step"} <= state.keys()
+    assert {"sampler", "dead_neurons", "ffn_auto", "weight_l1_strength", "step"} <= state.keys()
     for key in state.keys() - {"version"}:
         path.write_text(json.dumps({name: state[name] for name in state if name != key}))
         message = refusal(run)
         assert f"{path} is damaged (" in message
         assert key in message
+
+
+def test_a_run_of_the_first_version_can_be_resumed(run, finished_run):
+    checkpoint = RunFolder(run).checkpoint_path(1)
+    path = checkpoint / "training_state.json"
+    state = json.loads(path.read_text())
+    del state["weight_l1_strength"]
+    for name in ADDED_SETTINGS:
+        del state["settings"][name]
+    path.write_text(json.dumps(state | {"version": 2}))
+    quiet_train(None, run, resume=True)
+    assert outcome(run) == outcome(finished_run)
 
 
 def gradients(config, model_seed=3):

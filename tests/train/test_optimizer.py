@@ -114,6 +114,27 @@ def test_a_restored_optimizer_steps_bit_for_bit_as_the_original(rng):
         np.testing.assert_array_equal(copies[name].value, parameters[name].value)
 
 
+def test_a_parameter_of_which_some_entries_are_left_steps_as_these_did(rng):
+    parameters = make_parameters(rng)
+    optimizer = AdamW(parameters)
+    for _ in range(3):
+        add_gradients(parameters, rng)
+        optimizer.step(0.01)
+    kept = np.array([0, 4, 5, 11])
+    whole = parameters["matrix"]
+    part = Parameter("matrix", whole.value.ravel()[kept])
+    reduced = AdamW(parameters)
+    reduced.load_state_arrays(optimizer.state_arrays(), 3)
+    reduced.replace(part, lambda moment: moment.ravel()[kept])
+    assert reduced.first_moment["matrix"].shape == reduced.second_moment["matrix"].shape == (4,)
+    add_gradients(parameters, rng)
+    part.add_grad(whole.grad.ravel()[kept])
+    optimizer.step(0.01)
+    reduced.step(0.01)
+    np.testing.assert_array_equal(part.value, whole.value.ravel()[kept])
+    assert reduced.gradient_norm() < optimizer.gradient_norm()
+
+
 def test_a_foreign_state_is_refused(rng):
     optimizer = AdamW(make_parameters(rng))
     state = {name: array.copy() for name, array in optimizer.state_arrays().items()}

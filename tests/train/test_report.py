@@ -14,6 +14,7 @@ from twell_numba.train.report import (
     PlainReporter,
     closing_lines,
     duration_text,
+    figures_text,
     print_summary,
     reporter_for,
 )
@@ -31,6 +32,7 @@ ROW = {
     "nonzeros_per_token": [10.0, 20.0],
     "dead_neuron_fraction": 0.25,
     "ffn_paths": ["dense", "twell"],
+    "ffn_weight_density": {"gate_proj": [1.0, 1.0], "up_proj": [1.0, 1.0]},
     "validation_loss": 2.6,
 }
 SUMMARY = {
@@ -117,6 +119,12 @@ def test_the_summary_goes_to_stdout_and_an_infinite_perplexity_is_shown(capsys):
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "perplexity                  inf\n" in shown.out
+
+
+def test_the_density_of_weights_is_shown_once_it_is_below_1():
+    assert "FFN weights" not in figures_text(ROW)
+    density = {"gate_proj": [0.5, 0.1], "up_proj": [0.2, 0.2]}
+    assert "FFN weights 25.00%" in figures_text({**ROW, "ffn_weight_density": density})
 
 
 def test_plain_lines_are_few_but_validations_are_never_left_out():

@@ -13,7 +13,7 @@ import pytest
 from twell_numba.errors import TwellError
 from twell_numba.train import run_lock
 from twell_numba.train.config import TrainConfig
-from twell_numba.train.run_folder import RunFolder, next_run_path
+from twell_numba.train.run_folder import ADDED_SETTINGS, RunFolder, next_run_path
 
 
 @pytest.fixture
@@ -136,6 +136,14 @@ def test_settings_that_are_missing_never_become_defaults(run):
     run.config_path.write_text("")
     with pytest.raises(TwellError, match=r"no preset and \d+ more given"):
         run.read_config()
+
+
+def test_settings_that_a_run_of_the_first_version_did_not_have_take_their_defaults(run):
+    lines = run.config_path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.split(" = ")[0] not in ADDED_SETTINGS]
+    assert len(lines) - len(kept) == len(ADDED_SETTINGS)
+    run.config_path.write_text("".join(kept))
+    assert run.read_config().weight_format_after(10**6) == "dense"
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path):

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "Stream text written by a trained model.",
     "eval": "Measure a model: loss, perplexity, sparsity by layer.",
     "inspect": "Show what a checkpoint or a saved matrix holds.",
+    "convert": "Rewrite a checkpoint: sparse or dense weights, no dead neurons.",
     "bench": "Time each path against dense and check its numbers.",
     "data": "Prepare training text, or describe it.",
     "doctor": "Show versions, CPU, GPU, and what works here.",

@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
 from twell_numba.cli.text import print_table
+from twell_numba.errors import UsageError
 
 
 @click.group("bench")
@@ -17,6 +19,7 @@ def bench() -> None:
     \b
     Example:
       twell bench ffn
+      twell bench weights
       twell bench formats
     """
 
@@ -47,11 +50,29 @@ rounds_option = click.option(
     help="Timed calls of each path, in turn; their median counts.",
 )
 
+block_size_option = click.option(
+    "--block-size",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Rows and columns of a block of block-ELL.",
+)
+
+
+def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the sizes of a feedforward layer and its input."""
+    for option, default, letter in (
+        ("--hidden-width", 2048, "F, neurons."),
+        ("--width", 512, "D."),
+        ("--tokens", 1024, "M."),
+    ):
+        added = click.option(option, type=SIZE, default=default, show_default=True, help=letter)
+        command = added(command)
+    return command
+
 
 @bench.command("ffn")
-@click.option("--tokens", type=SIZE, default=1024, show_default=True, help="M.")
-@click.option("--width", type=SIZE, default=512, show_default=True, help="D.")
-@click.option("--hidden-width", type=SIZE, default=2048, show_default=True, help="F, neurons.")
+@layer_size_options
 @click.option(
     "--density",
     "densities",
@@ -86,7 +107,8 @@ def bench_ffn(
       twell bench ffn --density 0.01 --density 0.1
     """
     from twell_numba.device.memory import keep_freed_memory
-    from twell_numba.infer.benchmark import FFNShape, benchmark_ffn, benchmark_one_token
+    from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
+    from twell_numba.infer.ffn_problem import FFNShape
 
     keep_freed_memory()  # as in training
 
@@ -120,6 +142,107 @@ def bench_ffn(
         )
 
 
+@bench.command("weights")
+@layer_size_options
+@click.option(
+    "--density",
+    "densities",
+    type=Density(),
+    multiple=True,
+    default=(0.01, 0.1, 0.2, 0.4),
+    show_default=True,
+    help="Fraction of weights, or of blocks, that are not zero; may be given several times.",
+)
+@block_size_option
+@rounds_option
+@device_option
+@seed_option(0)
+@json_option
+def bench_weights(
+    tokens: int,
+    width: int,
+    hidden_width: int,
+    densities: tuple[float, ...],
+    block_size: int,
+    rounds: int,
+    device: str,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Time a gated ReLU FFN with sparse weights in float32, against the dense layer in NumPy.
+
+    For each density: the forward pass and forward with backward over all tokens, and one token,
+    with weights in CSR and, whole blocks at a time, in block-ELL. Then the density below which each
+    is faster than dense. About half of the neurons fire. Errors are norm-wise, against float64.
+
+    \b
+    Example:
+      twell bench weights --density 0.01 --block-size 32
+    """
+    from twell_numba.device.memory import keep_freed_memory
+    from twell_numba.infer.benchmark_weights import benchmark_weights, break_even_density
+    from twell_numba.infer.ffn_problem import FFNShape
+
+    smallest = min(width, hidden_width)
+    if block_size > smallest:
+        raise UsageError(
+            f"--block-size {block_size} given, at most {smallest} wanted for weights of "
+            f"{hidden_width} x {width}"
+        )
+    keep_freed_memory()  # as in training
+    rows: list[dict[str, Any]] = []
+    for density in densities:
+        for count, backward in ((tokens, False), (tokens, True), (1, False)):
+            shape = FFNShape(count, width, hidden_width, hidden_width / 2)
+            rows += benchmark_weights(shape, density, block_size, rounds, seed, backward)
+            if not as_json:
+                note = f"measured: {rows[-1]['operation']}, M = {count}, density {density:g}"
+                click.echo(note, err=True)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    click.echo(
+        f"D = {width}, F = {hidden_width}, blocks of {block_size}, float32, cpu; milliseconds, "
+        "medians"
+    )
+    print_table(
+        ("operation", "M", "stored", "path", "NumPy", "this", "speed-up", "error"),
+        [
+            (
+                row["operation"],
+                row["shape"]["M"],
+                f"{row['density']:.2%}",
+                row["path"],
+                f"{row['dense_ms']:.3f}",
+                f"{row['sparse_ms']:.3f}",
+                f"{row['speedup']:.2f}x",
+                f"{row['max_relative_error']:.1e}",
+            )
+            for row in rows
+        ],
+    )
+    click.echo()
+    cases: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        case = (row["operation"], row["shape"]["M"], row["path"])
+        cases.setdefault(case, []).append(row)
+    print_table(
+        ("operation", "M", "path", "faster than dense"),
+        [(*case, _break_even_text(of_case, break_even_density)) for case, of_case in cases.items()],
+    )
+
+
+def _break_even_text(
+    rows: list[dict[str, Any]], break_even: Callable[[list[dict[str, Any]]], float | None]
+) -> str:
+    density = break_even(rows)
+    if density is not None:
+        return f"below {density:.1%} stored"
+    if all(row["speedup"] >= 1 for row in rows):
+        return f"up to {max(row['density'] for row in rows):.1%} stored, the most measured"
+    return "at none of the densities measured"
+
+
 @bench.command("formats")
 @click.option("--rows", type=click.IntRange(1), default=4096, show_default=True, help="M.")
 @click.option("--columns", type=click.IntRange(1), default=4096, show_default=True, help="K.")
@@ -133,13 +256,7 @@ def bench_ffn(
     show_default=True,
     help="Fraction of nonzeros, and of nonzero blocks; may be given several times.",
 )
-@click.option(
-    "--block-size",
-    type=click.IntRange(1),
-    default=16,
-    show_default=True,
-    help="Rows and columns of a block of block-ELL.",
-)
+@block_size_option
 @rounds_option
 @device_option
 @seed_option(0)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from twell_numba.cli.options import (
 from twell_numba.cli.text import print_table
 from twell_numba.errors import TwellError
 from twell_numba.strict_json import to_json
+
+if TYPE_CHECKING:
+    from twell_numba.models.config import ModelConfig
 
 
 @click.command("eval")
@@ -44,9 +47,8 @@ def evaluate(
       twell eval runs/tiny-1
       twell eval runs/tiny-1 --data my-texts/ --json
     """
-    from twell_numba.infer.describe import weight_sparsity_by_layer
     from twell_numba.infer.evaluate import evaluate as evaluate_model
-    from twell_numba.infer.evaluate import require_finite_weights
+    from twell_numba.infer.evaluate import ffn_weight_sparsity_by_layer, require_finite_weights
     from twell_numba.models.checkpoint import load_model
     from twell_numba.train.held_out import held_out_windows
 
@@ -69,10 +71,13 @@ def evaluate(
     if as_json:
         click.echo(to_json(result, indent=2))
     else:
-        _print_result(dict(result), weight_sparsity_by_layer(model), model.config.d_ffn)
+        _print_result(dict(result), ffn_weight_sparsity_by_layer(model), model.config)
 
 
-def _print_result(result: dict[str, Any], weight_sparsity: list[float], neurons: int) -> None:
+def _print_result(
+    result: dict[str, Any], weight_sparsity: list[float], config: "ModelConfig"
+) -> None:
+    neurons = config.d_ffn
     print_table(
         None,
         [
@@ -82,6 +87,7 @@ def _print_result(result: dict[str, Any], weight_sparsity: list[float], neurons:
             ("activation sparsity", f"{result['ffn_activation_sparsity']:.2%}"),
             ("dead neurons", f"{result['dead_neuron_fraction']:.2%}"),
             ("weight sparsity", f"{result['ffn_weight_sparsity']:.2%}"),
+            ("FFN weights held as", config.ffn_weight_format),
         ],
     )
     click.echo()

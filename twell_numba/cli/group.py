@@ -19,6 +19,7 @@ INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 _SMALLER = {
     "train": "a smaller preset, batch_size or context_length needs less",
     "generate": "a shorter prompt or a smaller model needs less",
+    "convert": "a smaller model or fewer --windows needs less",
     "eval": "a smaller model or smaller --data needs less",
     "bench": "smaller sizes need less",
 }

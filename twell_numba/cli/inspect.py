@@ -77,6 +77,11 @@ def _show_checkpoint(description: dict[str, Any]) -> None:
     )
     click.echo()
     print_table(
+        ("FFN layer", "format", "zeros", "nonzeros", "bytes", "of dense"),
+        [(layer, *_layer_row(ffn)) for layer, ffn in enumerate(description["ffn_layers"])],
+    )
+    click.echo()
+    print_table(
         ("tensor", "shape", "dtype", "bytes"),
         [
             (
@@ -87,6 +92,17 @@ def _show_checkpoint(description: dict[str, Any]) -> None:
             )
             for tensor in description["tensors"]
         ],
+    )
+
+
+def _layer_row(ffn: dict[str, Any]) -> tuple[str, ...]:
+    counted, dense = ffn["nonzeros"] is not None, ffn["dense_bytes"]
+    return (
+        ffn["format"],
+        f"{1 - ffn['density']:.2%}" if counted else "unknown",
+        f"{ffn['nonzeros']:,} of {ffn['weights']:,}" if counted else "unknown",
+        f"{ffn['bytes']:,}",
+        f"{ffn['bytes'] / dense:.2%}" if dense else "unknown",
     )
 
 

@@ -97,10 +97,13 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ffn_path_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--ffn-path``: which of the FFN's equivalent implementations runs."""
+    """Add ``--ffn-path``: which of the FFN's equivalent implementations runs.
+
+    Weights are held as the path needs them, however they are stored.
+    """
     return click.option(
         "--ffn-path",
-        type=click.Choice(["auto", "dense", "twell"]),
+        type=click.Choice(["auto", "dense", "twell", "csr", "block_ell"]),
         default="auto",
         show_default=True,
         help="How feedforward layers are computed; auto takes the fastest exact path.",

@@ -14,8 +14,8 @@ from twell_numba.strict_json import to_json
 @click.option(
     "--preset",
     metavar="NAME",
-    help="Settings to start from: tiny (the default), small, base, paper-0.5b, paper-1b, "
-    "paper-1.5b or paper-2b.",
+    help="Settings to start from: tiny (the default), tiny-weight-sparse, small, base, "
+    "paper-0.5b, paper-1b, paper-1.5b or paper-2b.",
 )
 @click.option(
     "--config", "config_file", metavar="F.toml", help="Settings that go over the preset's."
@@ -32,6 +32,11 @@ from twell_numba.strict_json import to_json
     "--data", metavar="SRC", help="stdlib, a text file, a folder of text files, or a prepared .bin."
 )
 @click.option("--steps", metavar="N", help="Optimizer steps.")
+@click.option(
+    "--target-density",
+    metavar="P",
+    help="Part of the feedforward weights to be left: 0.01 makes 99% of them zeros.",
+)
 @click.option("--out", metavar="RUN", help="New run folder; runs/PRESET-N if not given.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was stopped.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
@@ -44,6 +49,7 @@ def train(
     overrides: tuple[str, ...],
     data: str | None,
     steps: str | None,
+    target_density: str | None,
     out: str | None,
     resume: str | None,
     quiet: bool,
@@ -60,11 +66,12 @@ def train(
     Examples:
       twell train --preset tiny
       twell train --preset small --data my-texts/ --set l1_activation=5e-4
+      twell train --preset tiny-weight-sparse --target-density 0.05
       twell train --resume runs/tiny-1
     """
     if out is not None and not out.strip():
         raise UsageError(f"--out {out!r} given, the name of a new run folder wanted")
-    named = {"data": data, "steps": steps, "seed": seed}
+    named = {"data": data, "steps": steps, "target_density": target_density, "seed": seed}
     given = [
         *overrides,
         *(_override(key, value) for key, value in named.items() if value is not None),

@@ -9,7 +9,7 @@ from twell_numba.layers.embedding import Embedding
 from twell_numba.layers.ffn import ActivationStatistics, GatedFFN, TwoMatrixFFN
 from twell_numba.layers.linear import Linear
 from twell_numba.layers.loss import cross_entropy_loss
-from twell_numba.layers.parameter import Parameter
+from twell_numba.layers.parameter import Parameter, SparseParameter
 from twell_numba.layers.rms_norm import RMSNorm
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Linear",
     "Parameter",
     "RMSNorm",
+    "SparseParameter",
     "TwoMatrixFFN",
     "cross_entropy_loss",
 ]

@@ -1,7 +1,10 @@
 """Feedforward layers: one set of weights, several execution paths that give the same numbers.
 
-``dense`` multiplies everything; ``twell`` packs the activations that are not zero and computes only
-with those; ``auto`` takes whichever was faster at the density of the layer's last call.
+Weights held as dense arrays have the paths ``dense``, which multiplies everything, and ``twell``,
+which packs the activations that are not zero and computes only with those; ``auto`` takes whichever
+was faster at the density of the layer's last call. Weights of which most are zero can be held in a
+sparse format, ``csr`` or ``block_ell``: that is then their path, and nothing of the size of the
+dense weights is made on it.
 """
 
 from collections.abc import Callable
@@ -11,19 +14,38 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from twell_numba.kernels import dense_ffn, twell
+from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
+from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
+from twell_numba.kernels import block_ell, csr, dense_ffn, twell
 from twell_numba.kernels.dense_ffn import DenseActivations
 from twell_numba.kernels.twell import PackedActivations
-from twell_numba.layers.parameter import Parameter
+from twell_numba.layers.parameter import Operand, Parameter, make_parameter
 
-PATHS = ("auto", "dense", "twell")
+PATHS = ("auto", "dense", "twell", "csr", "block_ell")
 
-_FAMILIES: dict[str, ModuleType] = {"dense": dense_ffn, "twell": twell}
+# How weights may be held, and which paths then compute with them.
+PATHS_OF_FORMAT = {
+    "dense": ("auto", "dense", "twell"),
+    "csr": ("auto", "csr"),
+    "block_ell": ("auto", "block_ell"),
+}
+WEIGHT_FORMATS = tuple(PATHS_OF_FORMAT)
+
+_FAMILIES: dict[str, ModuleType] = {
+    "dense": dense_ffn,
+    "twell": twell,
+    "csr": csr,
+    "block_ell": block_ell,
+}
 
 # Below this fraction of neurons firing `auto` takes the TwELL path. Measured on 2 cores for D from
 # 128 to 768: at 0.09 TwELL was 1.2 to 2.8 times as fast as dense, forward and with backward; both
 # were even at 0.12 to 0.16 beside a BLAS with AVX-512, at 0.2 to 0.25 beside one with AVX2.
 AUTO_DENSITY = 0.1
+
+# Below these fractions of stored weights the sparse paths are faster than dense.
+CSR_DENSITY = 0.1
+BLOCK_ELL_DENSITY = 0.1
 
 # `auto` counts what fired once in so many tokens: at every call of a batch, but not for every token
 # of a generated text, where counting would cost a tenth of the layer's time.
@@ -45,7 +67,7 @@ class ActivationStatistics:
     fired : ndarray of bool, shape (F,)
         Neurons that were not 0 for at least one token.
     path : str
-        ``dense`` or ``twell``: the path that was taken.
+        ``dense``, ``twell``, ``csr`` or ``block_ell``: the path that was taken.
     """
 
     tokens: int
@@ -79,6 +101,7 @@ class AutoState(NamedTuple):
 
 class _LastCall(NamedTuple):
     path: str
+    # The sparse paths have a class of their own, with a shape too.
     activations: PackedActivations | DenseActivations
 
 
@@ -87,35 +110,28 @@ class FeedForward:
 
     Parameters
     ----------
-    parameters : list of Parameter
-        The weights in the order the kernels take them, each of the same shape (F, D).
-    path : {"auto", "dense", "twell"}
+    path : {"auto", "dense", "twell", "csr", "block_ell"}
+        One that the weights are held for, see :data:`PATHS_OF_FORMAT`.
 
     Attributes
     ----------
     auto_state : AutoState
-        Changed by calls on the path ``auto``. Who puts it back to what it was gets the same paths
-        again, and so the same rounding.
+        Changed by calls on the path ``auto`` with dense weights. Who puts it back to what it was
+        gets the same paths again, and so the same rounding.
 
     Raises
     ------
     ValueError
-        If the weights are not of one shape (F, D), or the path is not known.
+        If the weights are not of one shape (F, D) and one format, or the path does not fit.
     """
 
     operation: ClassVar[str]
     """Name of the operation: ``{operation}_forward`` and ``_backward`` in each kernel family."""
+    weight_names: ClassVar[tuple[str, ...]]
+    """The attributes that hold the weights, in the order the kernels take them."""
 
-    def __init__(self, parameters: list[Parameter], path: str) -> None:
-        shape = parameters[0].value.shape
-        for parameter in parameters:
-            if parameter.value.ndim != 2 or parameter.value.shape != shape:
-                raise ValueError(
-                    f"{parameter.name} of shape {parameter.value.shape} given beside "
-                    f"{parameters[0].name} of shape {shape}; all FFN weights are (F, D), "
-                    "the down projection too"
-                )
-        self._parameters = parameters
+    def __init__(self, path: str) -> None:
+        _require_alike(self.parameters())
         self.path = path
         self._last: _LastCall | None = None
         self._statistics: ActivationStatistics | None = None
@@ -123,14 +139,81 @@ class FeedForward:
 
     @property
     def path(self) -> str:
-        """The execution path; may be changed at any time."""
+        """The execution path; may be changed at any time to another of the weights' format."""
         return self._path
 
     @path.setter
     def path(self, path: str) -> None:
-        if path not in PATHS:
-            raise ValueError(f"FFN path {path!r} given, one of {', '.join(PATHS)} wanted")
+        held = self.weight_format
+        if path not in PATHS_OF_FORMAT[held]:
+            raise ValueError(
+                f"FFN path {path!r} given, one of {', '.join(PATHS_OF_FORMAT[held])} wanted "
+                f"for weights held as {held}; hold_weights changes how they are held"
+            )
         self._path = path
+
+    @property
+    def weight_format(self) -> str:
+        """How the weights are held: ``dense``, ``csr`` or ``block_ell``."""
+        return _format_of(self.parameters()[0].operand)
+
+    @property
+    def block_size(self) -> int | None:
+        """The size of the blocks that the weights are held in; None where they are not."""
+        weights = self.parameters()[0].operand
+        return weights.block_size if isinstance(weights, BlockELLMatrix) else None
+
+    @property
+    def weight_density(self) -> float:
+        """Fraction of the weights that is not zero."""
+        parameters = self.parameters()
+        nonzeros = sum(parameter.count_nonzero() for parameter in parameters)
+        return nonzeros / sum(parameter.size for parameter in parameters)
+
+    def hold_weights(self, weight_format: str, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        """Hold the weights in another format, where zeros are left out.
+
+        The parameters (``gate``, ``up``, ``down``, :meth:`parameters`) are new objects afterwards,
+        with values of another shape and no gradient. The path becomes ``auto`` if it no longer
+        fits. Nothing changes where the weights are held so already; then stored zeros stay stored.
+
+        Parameters
+        ----------
+        weight_format : {"dense", "csr", "block_ell"}
+        block_size : int
+            b of ``block_ell``; at most D and F.
+
+        Raises
+        ------
+        ValueError
+            If the format is not known, or the blocks are larger than the weights.
+        """
+        if weight_format not in WEIGHT_FORMATS:
+            raise ValueError(
+                f"weight format {weight_format!r} given, one of {', '.join(WEIGHT_FORMATS)} wanted"
+            )
+        smallest = min(self.parameters()[0].shape)
+        if weight_format == "block_ell" and not 1 <= block_size <= smallest:
+            raise ValueError(
+                f"block_size {block_size} given, 1 to {smallest} wanted for weights of shape "
+                f"{self.parameters()[0].shape}"
+            )
+        for name in self.weight_names:
+            parameter = getattr(self, name)
+            weights = _held_as(parameter.operand, weight_format, block_size)
+            if weights is not parameter.operand:
+                setattr(self, name, make_parameter(parameter.name, weights))
+        if self.path not in PATHS_OF_FORMAT[weight_format]:
+            self.path = "auto"
+
+    def hold_fastest(self, block_size: int | None = None) -> None:
+        """Hold the weights as :func:`fastest_format` says, for inference.
+
+        Blocks are of the size that the weights are held in already, or 16, if none is given.
+        """
+        block_size = block_size or self.block_size or DEFAULT_BLOCK_SIZE
+        operands = [parameter.operand for parameter in self.parameters()]
+        self.hold_weights(fastest_format(operands, block_size), block_size)
 
     @property
     def statistics(self) -> ActivationStatistics:
@@ -161,27 +244,30 @@ class FeedForward:
         The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
         """
         path = self._choose_path()
+        parameters = self.parameters()
         forward = getattr(_FAMILIES[path], f"{self.operation}_forward")
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
-        weights = [parameter.read_only for parameter in self._parameters]
+        weights = [parameter.operand for parameter in parameters]
         y, activations = forward(x, *weights)
         self._last = _LastCall(path, activations)
-        if self.path == "auto":
+        if self.path == "auto" and path in PATHS_OF_FORMAT["dense"]:
             self._measure(len(x))
 
         def backprop(dy: np.ndarray) -> np.ndarray:
-            gradients = [parameter.grad_buffer() for parameter in self._parameters]
+            gradients = [parameter.grad_buffer() for parameter in parameters]
             return backward(dy, x, *weights, activations, l1_scale, *gradients)
 
         return y, backprop
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters trained here."""
-        return self._parameters
+        """Return the parameters trained here, in the order the kernels take them."""
+        return [getattr(self, name) for name in self.weight_names]
 
     def _choose_path(self) -> str:
         if self.path != "auto":
             return self.path
+        if (held := self.weight_format) != "dense":
+            return held
         density = self.auto_state.density
         return "twell" if density is not None and density < AUTO_DENSITY else "dense"
 
@@ -200,20 +286,21 @@ class GatedFFN(FeedForward):
     ----------
     prefix : str
         Of the weights' names in a checkpoint: ``{prefix}.gate_proj.weight`` and so on.
-    gate, up, down : ndarray, shape (F, D)
-        Neuron-major: row j belongs to neuron j.
-    path : {"auto", "dense", "twell"}
+    gate, up, down : ndarray, CSRMatrix or BlockELLMatrix, shape (F, D)
+        Neuron-major: row j belongs to neuron j. All of one format, held without a copy.
+    path : {"auto", "dense", "twell", "csr", "block_ell"}
     """
 
     operation = "gated_ffn"
+    weight_names = ("gate", "up", "down")
 
     def __init__(
-        self, prefix: str, gate: np.ndarray, up: np.ndarray, down: np.ndarray, path: str = "auto"
+        self, prefix: str, gate: Operand, up: Operand, down: Operand, path: str = "auto"
     ) -> None:
-        self.gate = Parameter(f"{prefix}.gate_proj.weight", gate)
-        self.up = Parameter(f"{prefix}.up_proj.weight", up)
-        self.down = Parameter(f"{prefix}.down_proj.weight", down)
-        super().__init__([self.gate, self.up, self.down], path)
+        self.gate = make_parameter(f"{prefix}.gate_proj.weight", gate)
+        self.up = make_parameter(f"{prefix}.up_proj.weight", up)
+        self.down = make_parameter(f"{prefix}.down_proj.weight", down)
+        super().__init__(path)
 
 
 class TwoMatrixFFN(FeedForward):
@@ -223,14 +310,104 @@ class TwoMatrixFFN(FeedForward):
     ----------
     prefix : str
         Of the weights' names in a checkpoint: ``{prefix}.up_proj.weight`` and so on.
-    up, down : ndarray, shape (F, D)
-        Neuron-major: row j belongs to neuron j.
-    path : {"auto", "dense", "twell"}
+    up, down : ndarray, CSRMatrix or BlockELLMatrix, shape (F, D)
+        Neuron-major: row j belongs to neuron j. Both of one format, held without a copy.
+    path : {"auto", "dense", "twell", "csr", "block_ell"}
     """
 
     operation = "ffn"
+    weight_names = ("up", "down")
 
-    def __init__(self, prefix: str, up: np.ndarray, down: np.ndarray, path: str = "auto") -> None:
-        self.up = Parameter(f"{prefix}.up_proj.weight", up)
-        self.down = Parameter(f"{prefix}.down_proj.weight", down)
-        super().__init__([self.up, self.down], path)
+    def __init__(self, prefix: str, up: Operand, down: Operand, path: str = "auto") -> None:
+        self.up = make_parameter(f"{prefix}.up_proj.weight", up)
+        self.down = make_parameter(f"{prefix}.down_proj.weight", down)
+        super().__init__(path)
+
+
+def fastest_format(weights: list[Operand], block_size: int = DEFAULT_BLOCK_SIZE) -> str:
+    """Return the format in which a layer with these weights runs fastest.
+
+    A sparse path's time grows with the weights it stores, and reaches that of the dense path at
+    :data:`CSR_DENSITY` or :data:`BLOCK_ELL_DENSITY`. Of the formats that stay below, the one that
+    stays below by the larger factor is taken: scattered weights go to CSR, weights that fill the
+    blocks they lie in to block-ELL.
+
+    Parameters
+    ----------
+    weights : list of ndarray or sparse matrix, each of shape (F, D)
+    block_size : int
+        b of the block-ELL format that is considered.
+    """
+    size = sum(weight.shape[0] * weight.shape[1] for weight in weights)
+    density = sum(_count_nonzero(weight) for weight in weights) / size
+    if density >= max(CSR_DENSITY, BLOCK_ELL_DENSITY):
+        return "dense"  # blocks can only store more
+    stored = sum(stored_in_blocks(weight, block_size) for weight in weights)
+    times = {
+        "block_ell": stored / size / BLOCK_ELL_DENSITY,
+        "csr": density / CSR_DENSITY,
+        "dense": 1.0,
+    }
+    return min(times, key=times.__getitem__)
+
+
+def stored_in_blocks(weights: Operand, block_size: int) -> int:
+    """Return how many elements lie in b x b blocks that hold a nonzero: what block-ELL stores."""
+    if isinstance(weights, BlockELLMatrix) and weights.block_size == block_size:
+        return weights.nnz
+    if isinstance(weights, SparseMatrix):
+        return BlockELLMatrix.from_sparse(weights, block_size=block_size).nnz
+    rows, columns = (np.arange(0, size, block_size) for size in weights.shape)
+    filled = np.logical_or.reduceat(weights != 0, rows, axis=0)
+    filled = np.logical_or.reduceat(filled, columns, axis=1)
+    heights = np.diff(rows, append=weights.shape[0])
+    widths = np.diff(columns, append=weights.shape[1])
+    return int(heights @ filled @ widths)
+
+
+def _count_nonzero(weights: Operand) -> int:
+    if isinstance(weights, SparseMatrix):
+        return weights.count_nonzero()
+    return int(np.count_nonzero(weights))
+
+
+def _format_of(weights: Operand) -> str:
+    return weights.format_name if isinstance(weights, SparseMatrix) else "dense"
+
+
+def _held_as(weights: Operand, weight_format: str, block_size: int) -> Operand:
+    """Return weights in another format; the same object where they are in it already."""
+    if _format_of(weights) == weight_format and not (
+        isinstance(weights, BlockELLMatrix) and weights.block_size != block_size
+    ):
+        return weights
+    if weight_format == "dense":
+        assert isinstance(weights, SparseMatrix)
+        return weights.to_dense()
+    convert = "from_sparse" if isinstance(weights, SparseMatrix) else "from_dense"
+    if weight_format == "csr":
+        return getattr(CSRMatrix, convert)(weights)
+    return getattr(BlockELLMatrix, convert)(weights, block_size=block_size)
+
+
+def _require_alike(parameters: list[Parameter]) -> None:
+    """Refuse weights of several shapes, formats or block sizes."""
+    first = parameters[0]
+    for parameter in parameters:
+        if len(parameter.shape) != 2 or parameter.shape != first.shape:
+            raise ValueError(
+                f"{parameter.name} of shape {parameter.shape} given beside "
+                f"{first.name} of shape {first.shape}; all FFN weights are (F, D), "
+                "the down projection too"
+            )
+        if _kind(parameter.operand) != _kind(first.operand):
+            raise ValueError(
+                f"{parameter.name} held as {_kind(parameter.operand)} given beside {first.name} "
+                f"held as {_kind(first.operand)}; all FFN weights of a layer are held alike"
+            )
+
+
+def _kind(weights: Operand) -> str:
+    if isinstance(weights, BlockELLMatrix):
+        return f"block_ell with blocks of {weights.block_size}"
+    return _format_of(weights)

@@ -1,13 +1,14 @@
 """The transformer and its files.
 
-======================  =========================================================================
-``models.config``       ``ModelConfig``: sizes, checked
-``models.transformer``  ``Transformer``: forward, backward, one step with a cache
-``models.cache``        ``KVCache``
-``models.checkpoint``   ``save_model``, ``load_model``, ``resolve_checkpoint``
-``models.tokenizer``    ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
-``models.reading``      why a file cannot be read
-======================  =========================================================================
+==========================  ======================================================================
+``models.config``           ``ModelConfig``: sizes, checked
+``models.transformer``      ``Transformer``: forward, backward, one step with a cache
+``models.cache``            ``KVCache``
+``models.checkpoint``       ``save_model``, ``load_model``, ``resolve_checkpoint``
+``models.sparse_tensors``   how sparse feedforward weights stand in a file
+``models.tokenizer``        ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
+``models.reading``          why a file cannot be read
+==========================  ======================================================================
 
 Nothing is imported here, so that a config can be read without loading any kernel.
 """

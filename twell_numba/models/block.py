@@ -6,7 +6,7 @@ import numpy as np
 
 from twell_numba.layers.attention import Attention
 from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN
-from twell_numba.layers.parameter import Parameter
+from twell_numba.layers.parameter import Operand, Parameter
 from twell_numba.layers.rms_norm import RMSNorm
 from twell_numba.models.cache import LayerCache
 from twell_numba.models.config import ModelConfig
@@ -21,13 +21,20 @@ class Block:
         Of the parameters' names, ``model.layers.N``.
     config : ModelConfig
     values : mapping of str to ndarray
-        The parameters' values by name; held without a copy.
+        The values of all parameters but the feedforward layer's by name; held without a copy.
+    ffn_weights : mapping of str to ndarray, CSRMatrix or BlockELLMatrix
+        The feedforward layer's weights by name; likewise.
     ffn_path : str
         Execution path of the feedforward layer.
     """
 
     def __init__(
-        self, prefix: str, config: ModelConfig, values: Mapping[str, np.ndarray], ffn_path: str
+        self,
+        prefix: str,
+        config: ModelConfig,
+        values: Mapping[str, np.ndarray],
+        ffn_weights: Mapping[str, Operand],
+        ffn_path: str,
     ) -> None:
         self.input_norm = make_norm(f"{prefix}.input_layernorm.weight", config, values)
         self.attention = Attention(
@@ -43,10 +50,10 @@ class Block:
             f"{prefix}.post_attention_layernorm.weight", config, values
         )
         self.ffn: GatedFFN | TwoMatrixFFN
-        up = values[f"{prefix}.mlp.up_proj.weight"]
-        down = values[f"{prefix}.mlp.down_proj.weight"]
+        up = ffn_weights[f"{prefix}.mlp.up_proj.weight"]
+        down = ffn_weights[f"{prefix}.mlp.down_proj.weight"]
         if config.gated:
-            gate = values[f"{prefix}.mlp.gate_proj.weight"]
+            gate = ffn_weights[f"{prefix}.mlp.gate_proj.weight"]
             self.ffn = GatedFFN(f"{prefix}.mlp", gate, up, down, ffn_path)
         else:
             self.ffn = TwoMatrixFFN(f"{prefix}.mlp", up, down, ffn_path)

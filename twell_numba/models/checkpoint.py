@@ -1,8 +1,13 @@
-"""Writing and reading a model's folder, in the layout of a Hugging Face Llama model."""
+"""Writing and reading a model's folder, in the layout of a Hugging Face Llama model.
+
+Feedforward weights that are held sparse are stored as the arrays of their format, see
+:mod:`twell_numba.models.sparse_tensors`, and ``config.json`` names the format.
+"""
 
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +15,10 @@ from numpy.typing import DTypeLike
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
+from twell_numba.formats import SparseMatrix
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
+from twell_numba.layers.ffn import PATHS_OF_FORMAT
+from twell_numba.layers.parameter import Operand
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.huggingface import (
     file_shape,
@@ -25,6 +33,12 @@ from twell_numba.models.reading import (
     require_readable,
     unreadable,
 )
+from twell_numba.models.sparse_tensors import (
+    VALUES_NAMES,
+    from_tensors,
+    tensor_names,
+    to_tensors,
+)
 from twell_numba.models.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -35,12 +49,15 @@ from twell_numba.models.transformer import Transformer
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+_FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def save_model(
     folder: str | os.PathLike[str], model: Transformer, tokenizer: TextTokenizer
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` and ``tokenizer.json`` into a folder.
+
+    Weights are written in the format that they are held in.
 
     The folder is made if it is missing. Each file is written in one piece or not at all; to have
     that for the folder as a whole, write it inside
@@ -50,24 +67,28 @@ def save_model(
     ------
     TwellError
         If the file system refuses (disk full, no permission).
+    ValueError
+        If the feedforward weights are held in several formats.
     """
     folder = Path(folder)
+    config = replace(model.config, ffn_weight_format=model.weight_format)
+    tensors: dict[str, np.ndarray] = {}
+    for name, parameter in model.parameters().items():
+        tensors |= _tensors_of(name, parameter.operand)
     tokenizer.save(folder)
-    write_tensors(
-        folder / WEIGHTS_NAME,
-        {
-            name: to_file_layout(name, parameter.value)
-            for name, parameter in model.parameters().items()
-        },
-        metadata={"format": "pt"},  # transformers asks for it
-    )
+    # transformers asks for the metadata
+    write_tensors(folder / WEIGHTS_NAME, tensors, metadata={"format": "pt"})
     with write_file_atomically(folder / CONFIG_NAME) as temporary:
-        description = to_huggingface(model.config, model.dtype)
+        description = to_huggingface(config, model.dtype)
         temporary.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load_model(
-    folder: str | os.PathLike[str], dtype: DTypeLike = np.float32, ffn_path: str = "auto"
+    folder: str | os.PathLike[str],
+    dtype: DTypeLike = np.float32,
+    ffn_path: str = "auto",
+    *,
+    keep_format: bool = False,
 ) -> tuple[Transformer, ByteTokenizer | BPETokenizer]:
     """Read a model and its tokenizer.
 
@@ -78,7 +99,11 @@ def load_model(
     dtype : dtype
         float32 or float64; tensors stored as float16 or bfloat16 are converted.
     ffn_path : str
-        Execution path of the feedforward layers.
+        Execution path of the feedforward layers. Their weights are held as it needs them, however
+        they are stored; ``auto`` holds them in the format that computes fastest.
+    keep_format : bool
+        Hold the weights exactly as they are stored, for training. The path is then ``auto`` if it
+        does not fit the format.
 
     Raises
     ------
@@ -95,7 +120,12 @@ def load_model(
             f"{config.vocab_size}: put the model's own tokenizer.json there"
         )
     weights = _load_weights(folder / WEIGHTS_NAME, config)
-    return Transformer(config, weights, dtype, ffn_path), tokenizer
+    model = Transformer(config, weights, dtype)
+    if not keep_format:
+        _hold_for_path(model, ffn_path)
+    if ffn_path in PATHS_OF_FORMAT[model.weight_format]:
+        model.ffn_path = ffn_path
+    return model, tokenizer
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
@@ -169,7 +199,24 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match and is_folder(path)}
 
 
-def _load_weights(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
+def _tensors_of(name: str, weights: Operand) -> dict[str, np.ndarray]:
+    """Return a parameter's tensors as they stand in a file."""
+    if isinstance(weights, SparseMatrix):
+        return to_tensors(name, weights)
+    return {name: to_file_layout(name, weights)}
+
+
+def _hold_for_path(model: Transformer, ffn_path: str) -> None:
+    """Hold the feedforward weights in the format that a path computes with."""
+    if ffn_path == "auto":
+        model.hold_fastest()
+        return
+    for weight_format, paths in PATHS_OF_FORMAT.items():
+        if ffn_path in paths and weight_format != model.weight_format:
+            model.hold_ffn_weights(weight_format, model.block_size)
+
+
+def _load_weights(path: Path, config: ModelConfig) -> dict[str, Operand]:
     """Read the tensors of a model and check each; feedforward weights are [F, D] in the result."""
     if not is_file(path) and is_file(path.with_name(path.name + ".index.json")):
         raise TwellError(
@@ -181,31 +228,67 @@ def _load_weights(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     if config.tied_embeddings:
         _drop_copy_of_tied_head(path, tensors)
     shapes = config.parameter_shapes()
-    if missing := [name for name in shapes if name not in tensors]:
+    sparse = set() if config.ffn_weight_format == "dense" else set(config.ffn_weight_names())
+    stored_names = {
+        name: tensor_names(name, config.ffn_weight_format) if name in sparse else [name]
+        for name in shapes
+    }
+    _require_names(path, tensors, [each for names in stored_names.values() for each in names])
+    weights: dict[str, Operand] = {}
+    for name, shape in shapes.items():
+        # popped, so that only one copy of each is held
+        stored = {each: tensors.pop(each) for each in stored_names[name]}
+        if name in sparse:
+            weights[name] = _sparse_weight(path, name, config, stored)
+        else:
+            weights[name] = _dense_weight(path, name, shape, stored[name])
+    return weights
+
+
+def _require_names(path: Path, tensors: dict[str, np.ndarray], wanted: list[str]) -> None:
+    """Refuse a file that lacks a tensor of the model or has another one."""
+    if missing := [name for name in wanted if name not in tensors]:
         raise TwellError(
-            f"{path} has no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing): "
+            f"{path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing): "
             f"it does not belong to the {CONFIG_NAME} beside it"
         )
-    if unexpected := sorted(tensors.keys() - shapes.keys()):
+    if unexpected := sorted(tensors.keys() - set(wanted)):
         raise TwellError(
             f"{path} has a tensor {unexpected[0]} ({len(unexpected)} in all) that the "
             f"{CONFIG_NAME} beside it has no place for"
         )
-    weights = {}
-    for name, shape in shapes.items():
-        stored = tensors.pop(name)  # popped, so that only one copy of each is held
-        if stored.shape != file_shape(name, shape):
-            raise TwellError(
-                f"{path} has {name} of shape {stored.shape}, shape {file_shape(name, shape)} "
-                f"wanted by the {CONFIG_NAME} beside it"
-            )
-        if stored.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
-            raise TwellError(
-                f"{path} has {name} of dtype {stored.dtype}, float64, float32, float16 or "
-                f"bfloat16 wanted"
-            )
-        weights[name] = to_file_layout(name, stored)
-    return weights
+
+
+def _dense_weight(path: Path, name: str, shape: tuple[int, ...], stored: np.ndarray) -> np.ndarray:
+    if stored.shape != file_shape(name, shape):
+        raise TwellError(
+            f"{path} has {name} of shape {stored.shape}, shape {file_shape(name, shape)} "
+            f"wanted by the {CONFIG_NAME} beside it"
+        )
+    _require_float(path, name, stored)
+    return to_file_layout(name, stored)
+
+
+def _sparse_weight(
+    path: Path, name: str, config: ModelConfig, stored: dict[str, np.ndarray]
+) -> Operand:
+    weight_format = config.ffn_weight_format
+    values_name = f"{name}.{weight_format}.{VALUES_NAMES[weight_format]}"
+    _require_float(path, values_name, stored[values_name])
+    try:
+        return from_tensors(name, weight_format, (config.d_ffn, config.d_model), stored)
+    except (ValueError, TypeError) as error:
+        raise TwellError(
+            f"{path} has {name} that is not valid ({error}); fetch or save it again"
+        ) from error
+
+
+def _require_float(path: Path, name: str, stored: np.ndarray) -> None:
+    if stored.dtype.name not in _FLOAT_DTYPES:
+        raise TwellError(
+            f"{path} has {name} of dtype {stored.dtype}, float64, float32, float16 or "
+            f"bfloat16 wanted"
+        )
 
 
 def _drop_copy_of_tied_head(path: Path, tensors: dict[str, np.ndarray]) -> None:

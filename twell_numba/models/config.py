@@ -8,6 +8,7 @@ from twell_numba.errors import UsageError
 
 FFN_KINDS = ("gated", "two_matrix")
 ACTIVATIONS = ("relu",)
+FFN_WEIGHT_FORMATS = ("dense", "csr", "block_ell")
 
 # Far beyond any model there is, and small enough that a wrong number is refused before anything is
 # made of its size.
@@ -53,6 +54,8 @@ class ModelConfig:
     ffn : {"gated", "two_matrix"}
         ``(relu(x Wg) * (x Wu)) Wd`` or ``relu(x Wu) Wd``.
     activation : {"relu"}
+    ffn_weight_format : {"dense", "csr", "block_ell"}
+        How the weights of the feedforward layers are held, and written to a checkpoint.
 
     Nothing is checked before :meth:`validate` is called.
     """
@@ -69,6 +72,7 @@ class ModelConfig:
     tied_embeddings: bool = True
     ffn: str = "gated"
     activation: str = "relu"
+    ffn_weight_format: str = "dense"
 
     @property
     def head_width(self) -> int:
@@ -115,6 +119,11 @@ class ModelConfig:
                 f"activation={shown(self.activation)} given, only relu is supported: "
                 f"its zeros are exact, which sparse paths need"
             )
+        if self.ffn_weight_format not in FFN_WEIGHT_FORMATS:
+            raise UsageError(
+                f"ffn_weight_format={shown(self.ffn_weight_format)} given, one of "
+                f"{', '.join(FFN_WEIGHT_FORMATS)} wanted"
+            )
         if self.d_model % self.n_heads:
             raise UsageError(
                 f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: "
@@ -134,7 +143,8 @@ class ModelConfig:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's shape in memory by its checkpoint name, in the model's order.
 
-        Feedforward weights are neuron-major, ``[F, D]``; all others are ``[output, input]``.
+        Feedforward weights are neuron-major, ``[F, D]``, whatever their format; all others are
+        ``[output, input]``.
         """
         hidden = (self.d_ffn, self.d_model)
         key_value = (self.n_kv_heads * self.head_width, self.d_model)
@@ -158,8 +168,17 @@ class ModelConfig:
             shapes["lm_head.weight"] = (self.vocab_size, self.d_model)
         return shapes
 
+    def ffn_weight_names(self) -> list[str]:
+        """Return the checkpoint names of the feedforward layers' weights, layer by layer."""
+        parts = ("gate", "up", "down") if self.gated else ("up", "down")
+        return [
+            f"model.layers.{layer}.mlp.{part}_proj.weight"
+            for layer in range(self.n_layers)
+            for part in parts
+        ]
+
     def parameter_count(self) -> int:
-        """Return how many numbers are trained; a tied embedding counts once."""
+        """Return how many weights there are, zeros among them; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
 

@@ -8,9 +8,13 @@ import numpy as np
 from twell_numba.errors import TwellError
 from twell_numba.models.config import ModelConfig, shown
 
-# Other tools would open a two-matrix model named "llama" with a gate of random numbers.
+# Other tools would open a two-matrix model named "llama" with a gate of random numbers, and one
+# whose feedforward weights are stored as sparse matrices with random numbers for all of these.
 MODEL_TYPES = {"gated": "llama", "two_matrix": "two_matrix_llama"}
 ARCHITECTURES = {"gated": "LlamaForCausalLM", "two_matrix": "TwoMatrixLlamaForCausalLM"}
+SPARSE_MODEL_TYPES = {ffn: f"sparse_{name}" for ffn, name in MODEL_TYPES.items()}
+SPARSE_ARCHITECTURES = {ffn: f"Sparse{name}" for ffn, name in ARCHITECTURES.items()}
+WEIGHT_FORMAT_KEY = "ffn_weight_format"
 
 # Their key and ours, for values that are the same in both.
 SAME_VALUES = {
@@ -28,12 +32,14 @@ SAME_VALUES = {
 
 def to_huggingface(config: ModelConfig, dtype: np.dtype) -> dict[str, Any]:
     """Return the contents of ``config.json``."""
+    sparse = config.ffn_weight_format != "dense"
     return {
-        "architectures": [ARCHITECTURES[config.ffn]],
-        "model_type": MODEL_TYPES[config.ffn],
+        "architectures": [(SPARSE_ARCHITECTURES if sparse else ARCHITECTURES)[config.ffn]],
+        "model_type": (SPARSE_MODEL_TYPES if sparse else MODEL_TYPES)[config.ffn],
         **{theirs: getattr(config, ours) for theirs, ours in SAME_VALUES.items()},
         "head_dim": config.head_width,
         "ffn": config.ffn,
+        **({WEIGHT_FORMAT_KEY: config.ffn_weight_format} if sparse else {}),
         "hidden_act": config.activation,
         "attention_bias": False,
         "mlp_bias": False,
@@ -61,10 +67,13 @@ def from_huggingface(content: Mapping[str, Any]) -> ModelConfig:
     """
     ffn = content.get("ffn", "gated")
     model_type = content.get("model_type")
-    if ffn not in list(MODEL_TYPES) or model_type != MODEL_TYPES[ffn]:
+    weight_format = content.get(WEIGHT_FORMAT_KEY, "dense")
+    known = MODEL_TYPES if weight_format == "dense" else SPARSE_MODEL_TYPES
+    if ffn not in list(known) or model_type != known[ffn]:
         raise TwellError(
-            f"model_type {shown(model_type)} with ffn {shown(ffn)} given, one of "
-            f"{', '.join(MODEL_TYPES.values())} wanted: other models are not supported"
+            f"model_type {shown(model_type)} with ffn {shown(ffn)} and {WEIGHT_FORMAT_KEY} "
+            f"{shown(weight_format)} given, one of {', '.join(known.values())} wanted: other "
+            f"models are not supported"
         )
     activation = content.get("hidden_act")
     if activation != "relu":
@@ -83,7 +92,13 @@ def from_huggingface(content: Mapping[str, Any]) -> ModelConfig:
     for theirs, ours in SAME_VALUES.items():
         if ours not in values:
             raise TwellError(f"no {theirs} given, which a model's description needs")
-    config = ModelConfig(**values, ffn=ffn, activation=activation, rope_base=_rope_base(content))
+    config = ModelConfig(
+        **values,
+        ffn=ffn,
+        activation=activation,
+        rope_base=_rope_base(content),
+        ffn_weight_format=weight_format,
+    )
     config.validate()
     head_width = content.get("head_dim") or config.head_width
     if head_width != config.head_width:

@@ -1,15 +1,18 @@
 """The language model, forward and backward."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from twell_numba.formats import SparseMatrix
+from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.kernels.rotary import rotary_tables
 from twell_numba.layers.embedding import Embedding
-from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN
+from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN, fastest_format
 from twell_numba.layers.linear import Linear
-from twell_numba.layers.parameter import Parameter
+from twell_numba.layers.parameter import Operand, Parameter
 from twell_numba.models.block import Block, make_norm
 from twell_numba.models.cache import KVCache
 from twell_numba.models.config import ModelConfig
@@ -24,43 +27,56 @@ class Transformer:
     config : ModelConfig
     weights : numpy.random.Generator or mapping of str to ndarray
         Where the parameters' values come from: drawn by a generator, or given by name (see
-        :meth:`ModelConfig.parameter_shapes`) and held without a copy.
+        :meth:`ModelConfig.parameter_shapes`) and held without a copy. Those of the feedforward
+        layers may be sparse matrices, all of one format: CSRMatrix or BlockELLMatrix.
     dtype : dtype
         float32, or float64 for checking gradients. Given values are converted to it.
-    ffn_path : {"auto", "dense", "twell"}
-        Execution path of the feedforward layers; may be set later.
+    ffn_path : {"auto", "dense", "twell", "csr", "block_ell"}
+        Execution path of the feedforward layers, one that their weights are held for; may be set
+        later.
+
+    Attributes
+    ----------
+    config : ModelConfig
+        Its ``ffn_weight_format`` is always that of the weights.
 
     Raises
     ------
     UsageError
         If the config is not valid.
     ValueError
-        If dtype is another one, or given values lack a parameter, have one too many, or one of
-        another shape.
+        If dtype is another one, given values lack a parameter, have one too many, one of another
+        shape or feedforward weights of several formats, or the path does not fit these.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: np.random.Generator | Mapping[str, np.ndarray],
+        weights: np.random.Generator | Mapping[str, Operand],
         dtype: DTypeLike = np.float32,
         ffn_path: str = "auto",
     ) -> None:
         config.validate()
-        self.config = config
         self.dtype = np.dtype(dtype)
         if self.dtype not in (np.float32, np.float64):
             raise ValueError(f"dtype {self.dtype} given, float32 or float64 wanted")
+        given: Mapping[str, Operand]
         if isinstance(weights, np.random.Generator):
-            values = initial_values(config, weights, self.dtype)
+            given = initial_values(config, weights, self.dtype)
         else:
             _require_shapes(config, weights)
-            values = {
-                name: np.ascontiguousarray(value, self.dtype) for name, value in weights.items()
-            }
+            given = weights
+        ffn_weights = {
+            name: _with_dtype(given[name], self.dtype) for name in config.ffn_weight_names()
+        }
+        values = {
+            name: _dense(name, value, self.dtype)
+            for name, value in given.items()
+            if name not in ffn_weights
+        }
         self.embedding = Embedding("model.embed_tokens.weight", values["model.embed_tokens.weight"])
         self.blocks = [
-            Block(f"model.layers.{layer}", config, values, ffn_path)
+            Block(f"model.layers.{layer}", config, values, ffn_weights, ffn_path)
             for layer in range(config.n_layers)
         ]
         self.norm = make_norm("model.norm.weight", config, values)
@@ -68,6 +84,7 @@ class Transformer:
             self.head = Linear.sharing(self.embedding.table)
         else:
             self.head = Linear("lm_head.weight", values["lm_head.weight"])
+        self.config = replace(config, ffn_weight_format=self.weight_format)
 
     def __call__(
         self, tokens: np.ndarray, l1_scale: float = 0.0
@@ -173,6 +190,52 @@ class Transformer:
         for ffn in self.ffn_layers:
             ffn.path = path
 
+    @property
+    def weight_format(self) -> str:
+        """How the weights of the feedforward layers are held: ``dense``, ``csr``, ``block_ell``.
+
+        Raises
+        ------
+        ValueError
+            If they differ from layer to layer.
+        """
+        formats = [ffn.weight_format for ffn in self.ffn_layers]
+        for layer, weight_format in enumerate(formats):
+            if weight_format != formats[0]:
+                raise ValueError(
+                    f"layer {layer} holds its weights as {weight_format}, layer 0 as "
+                    f"{formats[0]}; one format for all layers wanted, see hold_ffn_weights"
+                )
+        return formats[0]
+
+    def hold_ffn_weights(self, weight_format: str, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        """Hold the weights of all feedforward layers in another format.
+
+        See :meth:`twell_numba.layers.ffn.FeedForward.hold_weights`: their parameters are new
+        objects afterwards. ``config`` follows.
+        """
+        for ffn in self.ffn_layers:
+            ffn.hold_weights(weight_format, block_size)
+        self.config = replace(self.config, ffn_weight_format=weight_format)
+
+    @property
+    def block_size(self) -> int:
+        """Size of the blocks that feedforward weights are held in.
+
+        Where they are not, the size to hold them in by default: 16, or less in a smaller model.
+        """
+        held = self.ffn_layers[0].block_size
+        return held or min(DEFAULT_BLOCK_SIZE, self.config.d_model, self.config.d_ffn)
+
+    def hold_fastest(self) -> None:
+        """Hold the feedforward weights in the format that computes fastest, for inference.
+
+        One for all layers, see :func:`twell_numba.layers.ffn.fastest_format`; blocks are of
+        :attr:`block_size`.
+        """
+        operands = [parameter.operand for ffn in self.ffn_layers for parameter in ffn.parameters()]
+        self.hold_ffn_weights(fastest_format(operands, self.block_size), self.block_size)
+
     def _positions(self, tokens: np.ndarray, start: int = 0) -> tuple[int, np.ndarray, np.ndarray]:
         """Check the shape of tokens; return B and the rotary tables of positions start, ..."""
         if tokens.ndim != 2:
@@ -190,7 +253,22 @@ class Transformer:
         return batch, cos, sin
 
 
-def _require_shapes(config: ModelConfig, values: Mapping[str, np.ndarray]) -> None:
+def _dense(name: str, value: Operand, dtype: np.dtype) -> np.ndarray:
+    if isinstance(value, SparseMatrix):
+        raise ValueError(f"{name} given as a sparse matrix; an array wanted for all but FFNs")
+    return np.ascontiguousarray(value, dtype)
+
+
+def _with_dtype(value: Operand, dtype: np.dtype) -> Operand:
+    """Convert values to a dtype; a sparse matrix keeps its pattern, also where they become 0."""
+    if not isinstance(value, SparseMatrix):
+        return np.ascontiguousarray(value, dtype)
+    if value.dtype == dtype:
+        return value
+    return value.with_values(value.stored_values.astype(dtype))
+
+
+def _require_shapes(config: ModelConfig, values: Mapping[str, Operand]) -> None:
     shapes = config.parameter_shapes()
     if missing := shapes.keys() - values.keys():
         raise ValueError(f"no {min(missing)} among the weights, which this config needs")
