@@ -1,11 +1,15 @@
 """Compilation: NaN keeps its meaning, and a machine without a cache folder still works."""
 
+import importlib
 import math
+import pkgutil
 
 import numpy as np
 import pytest
 from numba.core import caching
+from numba.core.dispatcher import Dispatcher
 
+from twell_numba import kernels
 from twell_numba.device.jit import jit
 
 
@@ -28,3 +32,20 @@ def test_nan_is_seen(monkeypatch, cached):
 
 def test_options_are_passed_on():
     assert jit(forceinline=True)(total)(np.ones(3)) == 3
+
+
+def test_no_kernel_closes_over_what_another_process_would_not_find_in_the_cache():
+    """Numba keys its cache by what a closure holds: numbers are alike in all processes."""
+    found = set()
+    for module_info in pkgutil.walk_packages(kernels.__path__, "twell_numba.kernels."):
+        if module_info.name.rpartition(".")[2] not in {"cpu", "ffn_strips", "rows"}:
+            continue
+        module = importlib.import_module(module_info.name)
+        for name, value in vars(module).items():
+            for compiled in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(compiled, Dispatcher):
+                    found.add(compiled)
+                    for cell in compiled.py_func.__closure__ or ():
+                        held = cell.cell_contents
+                        assert isinstance(held, int), f"{module_info.name}.{name} holds {held}"
+    assert len(found) > 50

@@ -318,7 +318,31 @@ def test_wrong_arguments_are_refused(rng, family):
         )
     with pytest.raises(ValueError, match="one array given for several"):
         family.cpu.ffn_backward(x, x, up, up, activations, 0.0, gradients[1], gradients[1])
+    with pytest.raises(ValueError, match="up_grad shares memory with what it is the gradient of"):
+        backward(
+            x, x, gate, up, down, activations, 0.0, gradients[0], up.stored_values, gradients[2]
+        )
+    with pytest.raises(ValueError, match="l1_scale nan given, a finite number wanted"):
+        backward(x, x, gate, up, down, activations, np.nan, *gradients)
+    with pytest.raises(TypeError, match="l1_scale None given, a number wanted"):
+        backward(x, x, gate, up, down, activations, None, *gradients)
     assert not any(gradient.any() for gradient in gradients)
+
+
+def test_weights_in_blocks_of_several_sizes_are_refused(rng):
+    weights = [
+        BlockELLMatrix.from_dense(dense, block_size=size)
+        for dense, size in zip(rng.standard_normal((3, 8, 6)), (2, 2, 4), strict=True)
+    ]
+    x = rng.standard_normal((4, 6))
+    with pytest.raises(ValueError, match="up_weight in blocks of 2, down_weight in blocks of 4"):
+        block_ell.gated_ffn_forward(x, *weights)
+    with pytest.raises(ValueError, match="one block size for all wanted"):
+        block_ell.ffn_forward(x, *weights[1:])
+    activations = block_ell.ffn_forward(x, *weights[:2])[1]
+    gradients = [np.zeros_like(weight.stored_values) for weight in weights[1:]]
+    with pytest.raises(ValueError, match="one block size for all wanted"):
+        block_ell.ffn_backward(x, x, *weights[1:], activations, 0.0, *gradients)
 
 
 def test_a_format_is_not_taken_for_another(rng):

@@ -10,6 +10,11 @@
   infinities and signed zeros keep their meaning (full fast-math would let ``isnan`` be optimized
   away).
 - ``error_model="numpy"``: a division by zero gives inf or NaN, never an exception in a thread.
+
+A kernel made by an outer function may refer to that function's numbers, not to compiled helpers of
+it: Numba would take them for others in every process, and compile and save the kernel anew. Such a
+helper stands in the module, takes the number as an argument, and says ``literally(number)`` first,
+so that it is a constant to the compiler.
 """
 
 import functools
@@ -17,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba import literally as literally
 
 _SETTINGS = {
     "nogil": True,

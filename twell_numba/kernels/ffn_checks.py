@@ -1,6 +1,8 @@
 """Checks of what a feedforward layer's kernels are handed, the same on every path."""
 
 import itertools
+import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,19 @@ def sparse_forward_inputs(
                 f"{name} of dtype {weight.dtype} given beside x of {x.dtype}, "
                 "one dtype for all wanted"
             )
+    _require_one_block_size(weights)
     return x
+
+
+def _require_one_block_size(weights: dict[str, SparseMatrix]) -> None:
+    sizes = {
+        name: weight.block_size
+        for name, weight in weights.items()
+        if isinstance(weight, BlockELLMatrix)
+    }
+    if len(set(sizes.values())) > 1:
+        given = ", ".join(f"{name} in blocks of {size}" for name, size in sizes.items())
+        raise ValueError(f"{given} given, one block size for all wanted")
 
 
 def sparse_backward_inputs(
@@ -103,7 +117,10 @@ def sparse_backward_inputs(
     _require_activations(activations, SparseWeightActivations, (x.shape[0], neurons))
     for name, (weight, gradient) in gradients.items():
         require_in_place(name, gradient, weight.stored_values.shape, x.dtype)
-    _require_separate({name: gradient for name, (_, gradient) in gradients.items()})
+    weights = [weight.stored_values for weight, _ in gradients.values()]
+    _require_separate(
+        {name: gradient for name, (_, gradient) in gradients.items()}, [x, dy, *weights]
+    )
     return dy
 
 
@@ -128,8 +145,25 @@ def backward_inputs(
     _require_activations(activations, wanted, (x.shape[0], weight.shape[0]))
     for name, gradient in gradients.items():
         require_in_place(name, gradient, weight.shape, x.dtype)
-    _require_separate(gradients)
+    _require_separate(gradients, [x, dy, weight])
     return dy
+
+
+def l1_scale_input(l1_scale: float, dtype: np.dtype) -> np.floating:
+    """Return the L1 term's scale in a dtype.
+
+    Raises
+    ------
+    TypeError
+        If it is not a number.
+    ValueError
+        If it is NaN or infinite.
+    """
+    if isinstance(l1_scale, bool) or not isinstance(l1_scale, Real):
+        raise TypeError(f"l1_scale {l1_scale!r} given, a number wanted")
+    if not math.isfinite(l1_scale):
+        raise ValueError(f"l1_scale {l1_scale} given, a finite number wanted")
+    return dtype.type(l1_scale)
 
 
 def _require_activations(activations: Any, wanted: type[Any], shape: tuple[int, int]) -> None:
@@ -145,9 +179,15 @@ def _require_activations(activations: Any, wanted: type[Any], shape: tuple[int, 
         )
 
 
-def _require_separate(gradients: dict[str, np.ndarray]) -> None:
+def _require_separate(gradients: dict[str, np.ndarray], inputs: list[np.ndarray]) -> None:
+    """Refuse gradients that are one array, or lie in what they are computed from."""
     for pair in itertools.combinations(gradients.values(), 2):
         if np.may_share_memory(*pair):
             raise ValueError(
                 f"one array given for several of {', '.join(gradients)}, one each wanted"
+            )
+    for name, gradient in gradients.items():
+        if any(np.may_share_memory(gradient, array) for array in inputs):
+            raise ValueError(
+                f"{name} shares memory with what it is the gradient of, an array of its own wanted"
             )

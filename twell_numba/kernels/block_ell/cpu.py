@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.device import run_ranges
-from twell_numba.device.jit import jit
+from twell_numba.device.jit import jit, literally
 from twell_numba.device.vectors import (
     MANY_REGISTERS,
     add_products,
@@ -474,62 +474,70 @@ def _row_product(registers):
                     for group in range(0, height, ROWS):
                         # The last group may overlap the one before: computed twice, alike.
                         i = min(group, height - ROWS)
-                        eight_rows(row_values, row_columns, i, X, out, first_row + i, column)
+                        eight_rows(
+                            row_values, row_columns, i, X, out, first_row + i, column, registers
+                        )
                 else:
                     for i in range(height):
-                        one_row(row_values, row_columns, i, X, out, first_row + i, column)
-
-    @jit(forceinline=True)
-    def eight_rows(values, block_columns, i, X, out, row, column):
-        b = values.shape[1]
-        t0, t1, t2, t3 = (
-            zeros(X, registers),
-            zeros(X, registers),
-            zeros(X, registers),
-            zeros(X, registers),
-        )
-        t4, t5, t6, t7 = t0, t1, t2, t3
-        for slot in range(block_columns.size):
-            if block_columns[slot] < 0:
-                break
-            first = np.int64(block_columns[slot]) * b
-            block = values[slot]
-            r0, r1, r2, r3 = block[i], block[i + 1], block[i + 2], block[i + 3]
-            r4, r5, r6, r7 = block[i + 4], block[i + 5], block[i + 6], block[i + 7]
-            for k in range(min(b, X.shape[0] - first)):
-                x = load(X, first + k, 0, registers)
-                t0 = add_scaled(t0, r0[k], x)
-                t1 = add_scaled(t1, r1[k], x)
-                t2 = add_scaled(t2, r2[k], x)
-                t3 = add_scaled(t3, r3[k], x)
-                t4 = add_scaled(t4, r4[k], x)
-                t5 = add_scaled(t5, r5[k], x)
-                t6 = add_scaled(t6, r6[k], x)
-                t7 = add_scaled(t7, r7[k], x)
-        store(out, row, column, t0)
-        store(out, row + 1, column, t1)
-        store(out, row + 2, column, t2)
-        store(out, row + 3, column, t3)
-        store(out, row + 4, column, t4)
-        store(out, row + 5, column, t5)
-        store(out, row + 6, column, t6)
-        store(out, row + 7, column, t7)
-
-    @jit
-    def one_row(values, block_columns, i, X, out, row, column):
-        b = values.shape[1]
-        total = zeros(X, registers)
-        for slot in range(block_columns.size):
-            if block_columns[slot] < 0:
-                break
-            first = np.int64(block_columns[slot]) * b
-            for k in range(min(b, X.shape[0] - first)):
-                value = values[slot, i, k]
-                if value != 0:
-                    total = add_scaled(total, value, load(X, first + k, 0, registers))
-        store(out, row, column, total)
+                        one_row(
+                            row_values, row_columns, i, X, out, first_row + i, column, registers
+                        )
 
     return multiply_rows
+
+
+@jit(forceinline=True)
+def eight_rows(values, block_columns, i, X, out, row, column, registers):
+    literally(registers)
+    b = values.shape[1]
+    t0, t1, t2, t3 = (
+        zeros(X, registers),
+        zeros(X, registers),
+        zeros(X, registers),
+        zeros(X, registers),
+    )
+    t4, t5, t6, t7 = t0, t1, t2, t3
+    for slot in range(block_columns.size):
+        if block_columns[slot] < 0:
+            break
+        first = np.int64(block_columns[slot]) * b
+        block = values[slot]
+        r0, r1, r2, r3 = block[i], block[i + 1], block[i + 2], block[i + 3]
+        r4, r5, r6, r7 = block[i + 4], block[i + 5], block[i + 6], block[i + 7]
+        for k in range(min(b, X.shape[0] - first)):
+            x = load(X, first + k, 0, registers)
+            t0 = add_scaled(t0, r0[k], x)
+            t1 = add_scaled(t1, r1[k], x)
+            t2 = add_scaled(t2, r2[k], x)
+            t3 = add_scaled(t3, r3[k], x)
+            t4 = add_scaled(t4, r4[k], x)
+            t5 = add_scaled(t5, r5[k], x)
+            t6 = add_scaled(t6, r6[k], x)
+            t7 = add_scaled(t7, r7[k], x)
+    store(out, row, column, t0)
+    store(out, row + 1, column, t1)
+    store(out, row + 2, column, t2)
+    store(out, row + 3, column, t3)
+    store(out, row + 4, column, t4)
+    store(out, row + 5, column, t5)
+    store(out, row + 6, column, t6)
+    store(out, row + 7, column, t7)
+
+
+@jit
+def one_row(values, block_columns, i, X, out, row, column, registers):
+    literally(registers)
+    b = values.shape[1]
+    total = zeros(X, registers)
+    for slot in range(block_columns.size):
+        if block_columns[slot] < 0:
+            break
+        first = np.int64(block_columns[slot]) * b
+        for k in range(min(b, X.shape[0] - first)):
+            value = values[slot, i, k]
+            if value != 0:
+                total = add_scaled(total, value, load(X, first + k, 0, registers))
+    store(out, row, column, total)
 
 
 def _column_product(registers):
@@ -560,53 +568,59 @@ def _column_product(registers):
                     if finite and width >= ROWS:
                         done = 0
                         while done + ROWS <= width:
-                            eight_columns(block, done, count, X, block_row * b, total, target)
+                            eight_columns(
+                                block, done, count, X, block_row * b, total, target, registers
+                            )
                             done += ROWS
                         for j in range(done, width):
-                            one_column(block, j, count, X, block_row * b, total, target)
+                            one_column(block, j, count, X, block_row * b, total, target, registers)
                     else:
                         for j in range(width):
-                            one_column(block, j, count, X, block_row * b, total, target)
+                            one_column(block, j, count, X, block_row * b, total, target, registers)
             for row in range(height):
                 store(out, first_row + row, column, load(total, row, 0, registers))
 
-    @jit(forceinline=True)
-    def eight_columns(block, j, count, X, first, total, target):
-        row = target + j
-        t0, t1 = load(total, row, 0, registers), load(total, row + 1, 0, registers)
-        t2, t3 = load(total, row + 2, 0, registers), load(total, row + 3, 0, registers)
-        t4, t5 = load(total, row + 4, 0, registers), load(total, row + 5, 0, registers)
-        t6, t7 = load(total, row + 6, 0, registers), load(total, row + 7, 0, registers)
-        for i in range(count):
-            x = load(X, first + i, 0, registers)
-            numbers = block[i, j : j + ROWS]
-            t0 = add_scaled(t0, numbers[0], x)
-            t1 = add_scaled(t1, numbers[1], x)
-            t2 = add_scaled(t2, numbers[2], x)
-            t3 = add_scaled(t3, numbers[3], x)
-            t4 = add_scaled(t4, numbers[4], x)
-            t5 = add_scaled(t5, numbers[5], x)
-            t6 = add_scaled(t6, numbers[6], x)
-            t7 = add_scaled(t7, numbers[7], x)
-        store(total, row, 0, t0)
-        store(total, row + 1, 0, t1)
-        store(total, row + 2, 0, t2)
-        store(total, row + 3, 0, t3)
-        store(total, row + 4, 0, t4)
-        store(total, row + 5, 0, t5)
-        store(total, row + 6, 0, t6)
-        store(total, row + 7, 0, t7)
-
-    @jit
-    def one_column(block, j, count, X, first, total, target):
-        sums = load(total, target + j, 0, registers)
-        for i in range(count):
-            value = block[i, j]
-            if value != 0:
-                sums = add_scaled(sums, value, load(X, first + i, 0, registers))
-        store(total, target + j, 0, sums)
-
     return multiply_columns
+
+
+@jit(forceinline=True)
+def eight_columns(block, j, count, X, first, total, target, registers):
+    literally(registers)
+    row = target + j
+    t0, t1 = load(total, row, 0, registers), load(total, row + 1, 0, registers)
+    t2, t3 = load(total, row + 2, 0, registers), load(total, row + 3, 0, registers)
+    t4, t5 = load(total, row + 4, 0, registers), load(total, row + 5, 0, registers)
+    t6, t7 = load(total, row + 6, 0, registers), load(total, row + 7, 0, registers)
+    for i in range(count):
+        x = load(X, first + i, 0, registers)
+        numbers = block[i, j : j + ROWS]
+        t0 = add_scaled(t0, numbers[0], x)
+        t1 = add_scaled(t1, numbers[1], x)
+        t2 = add_scaled(t2, numbers[2], x)
+        t3 = add_scaled(t3, numbers[3], x)
+        t4 = add_scaled(t4, numbers[4], x)
+        t5 = add_scaled(t5, numbers[5], x)
+        t6 = add_scaled(t6, numbers[6], x)
+        t7 = add_scaled(t7, numbers[7], x)
+    store(total, row, 0, t0)
+    store(total, row + 1, 0, t1)
+    store(total, row + 2, 0, t2)
+    store(total, row + 3, 0, t3)
+    store(total, row + 4, 0, t4)
+    store(total, row + 5, 0, t5)
+    store(total, row + 6, 0, t6)
+    store(total, row + 7, 0, t7)
+
+
+@jit
+def one_column(block, j, count, X, first, total, target, registers):
+    literally(registers)
+    sums = load(total, target + j, 0, registers)
+    for i in range(count):
+        value = block[i, j]
+        if value != 0:
+            sums = add_scaled(sums, value, load(X, first + i, 0, registers))
+    store(total, target + j, 0, sums)
 
 
 _multiply_rows = _row_product(PANEL_REGISTERS)

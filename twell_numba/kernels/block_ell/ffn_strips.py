@@ -21,7 +21,7 @@ and computes them again by the definition.
 
 import numpy as np
 
-from twell_numba.device.jit import jit
+from twell_numba.device.jit import jit, literally
 from twell_numba.device.vectors import (
     MANY_REGISTERS,
     add_scaled,
@@ -90,7 +90,6 @@ def forward_kernel(gated):
 
 def backward_kernel(gated, lanes):
     """Return the compiled backward pass; ``lanes`` numbers of a block's row fill one vector."""
-    add_outer_product = _outer_product(lanes)
 
     @jit
     def backward_strips(
@@ -135,7 +134,7 @@ def backward_kernel(gated, lanes):
                     for i in range(neurons):
                         relu(g, h, i)
                 row_product(down, block_row, neurons, dy_strip, dh)
-                add_outer_product(down, block_row, neurons, h, dy_rows, dy_strip, down_grad)
+                add_outer_product(down, block_row, neurons, h, dy_rows, dy_strip, down_grad, lanes)
                 for i in range(neurons):
                     if gated:
                         gated_relu_backward(dh, g, u, h, i, l1_scale)
@@ -143,9 +142,9 @@ def backward_kernel(gated, lanes):
                         relu_backward(dh, g, i, l1_scale)
                 if gated:
                     add_transposed_product(up, block_row, neurons, u, dx_strip)
-                    add_outer_product(up, block_row, neurons, u, x_rows, x_strip, up_grad)
+                    add_outer_product(up, block_row, neurons, u, x_rows, x_strip, up_grad, lanes)
                 add_transposed_product(gate, block_row, neurons, g, dx_strip)
-                add_outer_product(gate, block_row, neurons, g, x_rows, x_strip, gate_grad)
+                add_outer_product(gate, block_row, neurons, g, x_rows, x_strip, gate_grad, lanes)
             copy_transposed(dx_strip[:, :tokens], dx[start : start + tokens], 0, tokens)
 
     return backward_strips
@@ -257,63 +256,67 @@ def one_column(block, j, height, h, m, out, row):
     store(out, row, m, total)
 
 
-def _outer_product(lanes):
-    @jit
-    def add_outer_product(weight, block_row, height, h, x, strip, gradient):
-        """Add h @ x at the stored blocks of a row of blocks to the gradient.
+@jit
+def add_outer_product(weight, block_row, height, h, x, strip, gradient, lanes):
+    """Add h @ x at the stored blocks of a row of blocks to the gradient.
 
-        h (b, width); x (tokens, D), and the same in ``strip`` (D, width).
-        """
-        block_columns = weight[1]
-        b = gradient.shape[2]
-        for slot in range(block_columns.shape[1]):
-            if block_columns[block_row, slot] < 0:
-                break
-            first = np.int64(block_columns[block_row, slot]) * b
-            block = gradient[block_row, slot]
-            width = min(b, x.shape[1] - first)
-            whole_rows, whole_columns = height // ROWS * ROWS, width // lanes * lanes
-            for j in range(0, whole_columns, lanes):
-                for i in range(0, whole_rows, ROWS):
-                    eight_rows_of_outer_product(h, i, x, first + j, block, j)
-            for i in range(height):
-                for j in range(whole_columns if i < whole_rows else 0, width):
-                    block[i, j] += dot(h[i], strip[first + j])
+    h (b, width); x (tokens, D), and the same in ``strip`` (D, width). ``lanes`` numbers of a
+    block's row fill a vector.
+    """
+    literally(lanes)
+    block_columns = weight[1]
+    b = gradient.shape[2]
+    for slot in range(block_columns.shape[1]):
+        if block_columns[block_row, slot] < 0:
+            break
+        first = np.int64(block_columns[block_row, slot]) * b
+        block = gradient[block_row, slot]
+        width = min(b, x.shape[1] - first)
+        whole_rows, whole_columns = height // ROWS * ROWS, width // lanes * lanes
+        for j in range(0, whole_columns, lanes):
+            for i in range(0, whole_rows, ROWS):
+                eight_rows_of_outer_product(h, i, x, first + j, block, j, lanes)
+        for i in range(height):
+            for j in range(whole_columns if i < whole_rows else 0, width):
+                block[i, j] += dot(h[i], strip[first + j])
 
-    @jit(forceinline=True)
-    def eight_rows_of_outer_product(h, i, x, column, block, j):
-        t0, t1 = zeros_of(x, lanes), zeros_of(x, lanes)
-        t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0
-        h0, h1, h2, h3 = h[i], h[i + 1], h[i + 2], h[i + 3]
-        h4, h5, h6, h7 = h[i + 4], h[i + 5], h[i + 6], h[i + 7]
-        for m in range(x.shape[0]):
-            row = load_of(x, m, column, lanes)
-            t0, t1 = add_scaled(t0, h0[m], row), add_scaled(t1, h1[m], row)
-            t2, t3 = add_scaled(t2, h2[m], row), add_scaled(t3, h3[m], row)
-            t4, t5 = add_scaled(t4, h4[m], row), add_scaled(t5, h5[m], row)
-            t6, t7 = add_scaled(t6, h6[m], row), add_scaled(t7, h7[m], row)
-        add_to(block, i, j, t0)
-        add_to(block, i + 1, j, t1)
-        add_to(block, i + 2, j, t2)
-        add_to(block, i + 3, j, t3)
-        add_to(block, i + 4, j, t4)
-        add_to(block, i + 5, j, t5)
-        add_to(block, i + 6, j, t6)
-        add_to(block, i + 7, j, t7)
 
-    @jit
-    def dot(first, second):
-        total = first.dtype.type(0)
-        for m in range(first.size):
-            total += first[m] * second[m]
-        return total
+@jit(forceinline=True)
+def eight_rows_of_outer_product(h, i, x, column, block, j, lanes):
+    literally(lanes)
+    t0, t1 = zeros_of(x, lanes), zeros_of(x, lanes)
+    t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0
+    h0, h1, h2, h3 = h[i], h[i + 1], h[i + 2], h[i + 3]
+    h4, h5, h6, h7 = h[i + 4], h[i + 5], h[i + 6], h[i + 7]
+    for m in range(x.shape[0]):
+        row = load_of(x, m, column, lanes)
+        t0, t1 = add_scaled(t0, h0[m], row), add_scaled(t1, h1[m], row)
+        t2, t3 = add_scaled(t2, h2[m], row), add_scaled(t3, h3[m], row)
+        t4, t5 = add_scaled(t4, h4[m], row), add_scaled(t5, h5[m], row)
+        t6, t7 = add_scaled(t6, h6[m], row), add_scaled(t7, h7[m], row)
+    add_to(block, i, j, t0, lanes)
+    add_to(block, i + 1, j, t1, lanes)
+    add_to(block, i + 2, j, t2, lanes)
+    add_to(block, i + 3, j, t3, lanes)
+    add_to(block, i + 4, j, t4, lanes)
+    add_to(block, i + 5, j, t5, lanes)
+    add_to(block, i + 6, j, t6, lanes)
+    add_to(block, i + 7, j, t7, lanes)
 
-    @jit(forceinline=True)
-    def add_to(block, i, j, vector):
-        one = block.dtype.type(1)
-        store(block, i, j, add_scaled(load_of(block, i, j, lanes), one, vector))
 
-    return add_outer_product
+@jit
+def dot(first, second):
+    total = first.dtype.type(0)
+    for m in range(first.size):
+        total += first[m] * second[m]
+    return total
+
+
+@jit(forceinline=True)
+def add_to(block, i, j, vector, lanes):
+    literally(lanes)
+    one = block.dtype.type(1)
+    store(block, i, j, add_scaled(load_of(block, i, j, lanes), one, vector))
 
 
 @jit

@@ -13,7 +13,7 @@ One token alone is a vector, which entries pick numbers from.
 
 import numpy as np
 
-from twell_numba.device.jit import jit
+from twell_numba.device.jit import jit, literally
 from twell_numba.device.vectors import (
     add_products,
     add_scaled,
@@ -40,8 +40,6 @@ FEW = 8
 
 def forward_kernel(registers, gated):
     """Return the compiled forward pass over strips of as many tokens as so many registers hold."""
-    row_product, add_row, _, _ = _row_operations(registers)
-    narrow_row_product, narrow_add_row, _, _ = _row_operations(1)
 
     @jit
     def forward_strips(x, gate, up, down, y, nonzeros, absolute_sum, fired, width, first, last):
@@ -58,7 +56,7 @@ def forward_kernel(registers, gated):
             y_strip[:] = 0
             count, total = 0, 0.0
             for j in range(fired.size):
-                row_product(gate, j, x_strip, g, 0)
+                row_product(gate, j, x_strip, g, 0, registers)
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
@@ -66,9 +64,9 @@ def forward_kernel(registers, gated):
                 if gated:
                     if few:
                         for i in range(live_count):
-                            narrow_row_product(up, j, x_strip, u, live[i])
+                            row_product(up, j, x_strip, u, live[i], 1)
                     else:
-                        row_product(up, j, x_strip, u, 0)
+                        row_product(up, j, x_strip, u, 0, registers)
                     row_count, row_total = gated_relu(g, u, h, 0)
                 else:
                     row_count, row_total = relu(g, h, 0)
@@ -77,9 +75,9 @@ def forward_kernel(registers, gated):
                 total += row_total
                 if few:
                     for i in range(live_count):
-                        narrow_add_row(down, j, h, y_strip, live[i])
+                        add_row(down, j, h, y_strip, live[i], 1)
                 else:
-                    add_row(down, j, h, y_strip, 0)
+                    add_row(down, j, h, y_strip, 0, registers)
             nonzeros[strip] = count
             absolute_sum[strip] = total
             copy_transposed(y_strip[:, :tokens], y[start : start + tokens], 0, tokens)
@@ -89,9 +87,6 @@ def forward_kernel(registers, gated):
 
 def backward_kernel(registers, gated):
     """Return the compiled backward pass over strips of as many tokens as so many registers hold."""
-    row_product, _, back_through_row, back_through_down = _row_operations(registers)
-    narrow = _row_operations(1)
-    narrow_row_product, _, narrow_back_through_row, narrow_back_through_down = narrow
 
     @jit
     def backward_strips(
@@ -124,7 +119,7 @@ def backward_kernel(registers, gated):
             load_strip(dy, start, tokens, dy_strip)
             dx_strip[:] = 0
             for j in range(neuron_count):
-                row_product(gate, j, x_strip, g, 0)
+                row_product(gate, j, x_strip, g, 0, registers)
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
@@ -132,17 +127,17 @@ def backward_kernel(registers, gated):
                 if gated:
                     if few:
                         for i in range(live_count):
-                            narrow_row_product(up, j, x_strip, u, live[i])
+                            row_product(up, j, x_strip, u, live[i], 1)
                     else:
-                        row_product(up, j, x_strip, u, 0)
+                        row_product(up, j, x_strip, u, 0, registers)
                     gated_relu(g, u, h, 0)
                 else:
                     relu(g, h, 0)
                 if few:
                     for i in range(live_count):
-                        narrow_back_through_down(down, j, h, dy_strip, dh, down_grad, live[i])
+                        back_through_down(down, j, h, dy_strip, dh, down_grad, live[i], 1)
                 else:
-                    back_through_down(down, j, h, dy_strip, dh, down_grad, 0)
+                    back_through_down(down, j, h, dy_strip, dh, down_grad, 0, registers)
                 if gated:
                     gated_relu_backward(dh, g, u, h, 0, l1_scale)
                 else:
@@ -151,12 +146,12 @@ def backward_kernel(registers, gated):
                     for i in range(live_count):
                         m = live[i]
                         if gated:
-                            narrow_back_through_row(up, j, u, x_strip, dx_strip, up_grad, m)
-                        narrow_back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, m)
+                            back_through_row(up, j, u, x_strip, dx_strip, up_grad, m, 1)
+                        back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, m, 1)
                 else:
                     if gated:
-                        back_through_row(up, j, u, x_strip, dx_strip, up_grad, 0)
-                    back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, 0)
+                        back_through_row(up, j, u, x_strip, dx_strip, up_grad, 0, registers)
+                    back_through_row(gate, j, g, x_strip, dx_strip, gate_grad, 0, registers)
             copy_transposed(dx_strip[:, :tokens], dx[start : start + tokens], 0, tokens)
 
     return backward_strips
@@ -173,59 +168,64 @@ def find_live(g, live):
     return count
 
 
-def _row_operations(registers):
-    """Return what is done with a row of a weight, for the tokens that so many registers hold."""
+# What is done with a row of a weight, for the tokens from ``m`` on that so many registers hold.
 
-    @jit(forceinline=True)
-    def row_product(weight, j, strip, out, m):
-        """Write W[j] @ strip to ``out``, for the tokens from ``m`` on."""
-        values, columns, pointers = weight
-        total = zeros(strip, registers)
-        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
-            value = values[k]
-            if value != 0:
-                total = add_scaled(total, value, load(strip, np.int64(columns[k]), m, registers))
-        store(out, 0, m, total)
 
-    @jit(forceinline=True)
-    def add_row(weight, j, h, out, m):
-        """Add W[j, d] h to row d of ``out``."""
-        values, columns, pointers = weight
-        hidden = load(h, 0, m, registers)
-        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
-            value = values[k]
-            if value != 0:
-                d = np.int64(columns[k])
-                store(out, d, m, add_scaled(load(out, d, m, registers), value, hidden))
+@jit(forceinline=True)
+def row_product(weight, j, strip, out, m, registers):
+    """Write W[j] @ strip to ``out``."""
+    literally(registers)
+    values, columns, pointers = weight
+    total = zeros(strip, registers)
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        value = values[k]
+        if value != 0:
+            total = add_scaled(total, value, load(strip, np.int64(columns[k]), m, registers))
+    store(out, 0, m, total)
 
-    @jit(forceinline=True)
-    def back_through_row(weight, j, d_row, x_strip, dx_strip, gradient, m):
-        """Add W[j, d] d_row to row d of dx, and d_row . x[d] to the gradient of each entry."""
-        values, columns, pointers = weight
-        d_vector = load(d_row, 0, m, registers)
-        nothing = zeros(d_row, registers)
-        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+
+@jit(forceinline=True)
+def add_row(weight, j, h, out, m, registers):
+    """Add W[j, d] h to row d of ``out``."""
+    literally(registers)
+    values, columns, pointers = weight
+    hidden = load(h, 0, m, registers)
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        value = values[k]
+        if value != 0:
             d = np.int64(columns[k])
-            value = values[k]
-            if value != 0:
-                store(dx_strip, d, m, add_scaled(load(dx_strip, d, m, registers), value, d_vector))
-            gradient[k] += sum_of(add_products(nothing, d_vector, load(x_strip, d, m, registers)))
+            store(out, d, m, add_scaled(load(out, d, m, registers), value, hidden))
 
-    @jit(forceinline=True)
-    def back_through_down(weight, j, h, dy_strip, dh, gradient, m):
-        """Write W[j] @ dy to ``dh``, and add h . dy[d] to the gradient of each entry (j, d)."""
-        values, columns, pointers = weight
-        hidden, total = load(h, 0, m, registers), zeros(h, registers)
-        nothing = total
-        for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
-            row = load(dy_strip, np.int64(columns[k]), m, registers)
-            value = values[k]
-            if value != 0:
-                total = add_scaled(total, value, row)
-            gradient[k] += sum_of(add_products(nothing, hidden, row))
-        store(dh, 0, m, total)
 
-    return row_product, add_row, back_through_row, back_through_down
+@jit(forceinline=True)
+def back_through_row(weight, j, d_row, x_strip, dx_strip, gradient, m, registers):
+    """Add W[j, d] d_row to row d of dx, and d_row . x[d] to the gradient of each entry."""
+    literally(registers)
+    values, columns, pointers = weight
+    d_vector = load(d_row, 0, m, registers)
+    nothing = zeros(d_row, registers)
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        d = np.int64(columns[k])
+        value = values[k]
+        if value != 0:
+            store(dx_strip, d, m, add_scaled(load(dx_strip, d, m, registers), value, d_vector))
+        gradient[k] += sum_of(add_products(nothing, d_vector, load(x_strip, d, m, registers)))
+
+
+@jit(forceinline=True)
+def back_through_down(weight, j, h, dy_strip, dh, gradient, m, registers):
+    """Write W[j] @ dy to ``dh``, and add h . dy[d] to the gradient of each entry (j, d)."""
+    literally(registers)
+    values, columns, pointers = weight
+    hidden, total = load(h, 0, m, registers), zeros(h, registers)
+    nothing = total
+    for k in range(np.uint64(pointers[j]), np.uint64(pointers[j + 1])):
+        row = load(dy_strip, np.int64(columns[k]), m, registers)
+        value = values[k]
+        if value != 0:
+            total = add_scaled(total, value, row)
+        gradient[k] += sum_of(add_products(nothing, hidden, row))
+    store(dh, 0, m, total)
 
 
 @jit

@@ -20,7 +20,7 @@ from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, single_threaded_b
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
 from twell_numba.kernels.dense_ffn.reference import DenseActivations
-from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs
+from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs, l1_scale_input
 
 # Rows a thread takes through all products at a time.
 PANEL_ROWS = 512
@@ -106,7 +106,7 @@ def gated_ffn_backward(
     )
     gate, up, hidden = activations
     assert up is not None, "activations of a gated layer wanted"
-    scale = x.dtype.type(l1_scale)
+    scale = l1_scale_input(l1_scale, x.dtype)
     d_gate, d_up = np.empty_like(gate), np.empty_like(gate)
     dx = np.empty_like(x)
 
@@ -157,7 +157,7 @@ def ffn_backward(
         dy, x, up_weight, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
     )
     up, _, hidden = activations
-    scale = x.dtype.type(l1_scale)
+    scale = l1_scale_input(l1_scale, x.dtype)
     d_up = np.empty_like(up)
     dx = np.empty_like(x)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.device.threads import run_ranges
+from twell_numba.kernels.ffn_checks import l1_scale_input
 from twell_numba.kernels.sparse_ffn.activations import SparseWeightActivations
 
 # Fewest multiply-adds worth a thread of their own.
@@ -146,7 +147,7 @@ def run_backward(
     count = min(strips, GRADIENT_PARTS)
     dx = np.empty_like(x)
     parts = [np.empty((count, *gradient.shape), x.dtype) for gradient in gradients]
-    scale = x.dtype.type(l1_scale)
+    scale = l1_scale_input(l1_scale, x.dtype)
     if is_two_matrix := len(weights) == 2:
         weights = (weights[0], *weights)
 

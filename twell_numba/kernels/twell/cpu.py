@@ -43,7 +43,7 @@ from twell_numba.device.jit import jit
 from twell_numba.device.simd import LANES, lowest_bit, positive_mask
 from twell_numba.device.threads import run_ranges
 from twell_numba.kernels.checks import float_inputs, require_shape
-from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs
+from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs, l1_scale_input
 from twell_numba.kernels.twell.activations import PackedActivations
 
 # Rows whose pre-activations a thread holds at a time: enough for BLAS to run at full speed.
@@ -185,7 +185,7 @@ def gated_ffn_backward(
         down_grad=down_grad,
     )
     packed, tile = activations, activations.tile
-    scale = x.dtype.type(l1_scale)
+    scale = l1_scale_input(l1_scale, x.dtype)
     assert packed.up_values is not None, "activations of a gated FFN"
     assert packed.up_tail is not None, "activations of a gated FFN"
     d_gate_values, d_up_values = np.empty_like(packed.values), np.empty_like(packed.values)
@@ -290,7 +290,7 @@ def ffn_backward(
         dy, x, up_weight, activations, PackedActivations, up_grad=up_grad, down_grad=down_grad
     )
     packed, tile = activations, activations.tile
-    scale = x.dtype.type(l1_scale)
+    scale = l1_scale_input(l1_scale, x.dtype)
     d_up_values = np.empty_like(packed.values)
     neuron_starts, entry_rows, entry_slots = _entries_by_neuron(packed)
     dx = np.empty_like(x)
