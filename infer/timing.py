@@ -18,6 +18,7 @@ def time_in_turn(
     rounds: int,
     prepare: Callable[[], object] | None = None,
     pause: bool = True,
+    warm_seconds: float = 0.0,
 ) -> dict[str, float]:
     """Return the median milliseconds of each call.
 
@@ -30,6 +31,9 @@ def time_in_turn(
         Called before each timed call, outside the timing.
     pause : bool
         Whether to wait before each call until other libraries' threads sleep.
+    warm_seconds : float
+        For how long each is called before the call that is timed, after a pause. Cores that have
+        slept take about 10 ms to their full speed: a call of 2 ms measured at once takes 4.
     """
     for call in calls.values():  # compilation, and what a call learns for the next
         call()
@@ -39,10 +43,18 @@ def time_in_turn(
         for name, call in calls.items():
             if pause:
                 time.sleep(PAUSE_SECONDS)
-            call()
+            _warm_up(call, warm_seconds)
             if prepare is not None:
                 prepare()
             start = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - start)
     return {name: 1e3 * median(times) for name, times in seconds.items()}
+
+
+def _warm_up(call: Callable[[], object], seconds: float) -> None:
+    """Call at least once, and for as long."""
+    end = time.perf_counter() + seconds
+    call()
+    while time.perf_counter() < end:
+        call()

@@ -14,6 +14,23 @@ Bound by arithmetic. Three products make it up, each with eight rows of a result
 - dW[r, c] += h x[c].T: eight neurons by the columns of a block, over the strip's tokens. Here x is
   read as it came, by tokens, so that no vector has to be added up to one number.
 
+Milliseconds for M 1024, D 512, F 2048, float32, gated, on 2 cores of an AMD EPYC (Zen 5), with 10%
+of the blocks, forward and backward; dense layers take 28 and 83 (AVX2 BLAS), 16 and 47 (AVX-512):
+
+====================  =======  ========
+b = 8                 2.3      10.8
+b = 16, strips of 32  2.5      9.1
+64 tokens             2.2      8.5
+128 (taken)           2.1      8.3
+256                   2.1      7.0
+b = 32                1.9      7.8
+b = 64                2.0      8.3
+====================  =======  ========
+
+(256 tokens gain by fewer partial sums of gradients, of which large ones now have four in any case.)
+Multiplying rows of a transposed strip for the gradients, with a sum across a vector for each
+element, took 4 times as long as reading x by tokens.
+
 Other rows and columns (b below 8, edges) are computed one at a time. Zeros inside blocks are
 multiplied like all others, so that an infinity makes NaN of them: the caller looks for such results
 and computes them again by the definition.

@@ -8,7 +8,30 @@ an entry (j, d) of a weight multiplies a row of it: the strip's tokens lie side 
 registers. A neuron's g, u and h stay in registers and the first-level cache, and h is added to the
 rows of y's strip at once. Nothing of size M x F exists.
 
-One token alone is a vector, which entries pick numbers from.
+Bound by the second-level cache: an entry moves a strip's row (512 bytes of float32) in for one
+multiply-add a number, and out again where it is added to. Milliseconds for M 1024, D 512, F 2048,
+float32, gated, half of the neurons firing, on 2 cores of an AMD EPYC (Zen 5), by the vector
+registers that a strip of tokens fills and the weights stored. Dense layers take 28 forward, 83 with
+backward (AVX2 BLAS).
+
+=========  ===========  ============  ============  =============
+registers  forward, 1%  backward, 1%  forward, 10%  backward, 10%
+=========  ===========  ============  ============  =============
+1          1.5          3.4           9.5           22.7
+2          2.0          3.3           6.1           15.6
+4          1.3          2.2           6.4           13.0
+8 (taken)  0.85         1.8           4.9           11.8
+16         0.88         2.2           5.4           13.0
+=========  ===========  ============  ============  =============
+
+Where a neuron fires for few tokens of a strip, the registers of 16 tokens in which it does not are
+skipped: at 1% of the weights and 1.6% of h, 0.60 and 1.3 ms. (Keeping g and u for the backward pass
+instead of computing them again would write and read 16 MB.)
+
+One token alone is a vector, which entries pick numbers from, about 1.5 cycles an entry. Tried, in
+microseconds for one of three matrices at 1%, 10,400 entries: row by row 4.4; two entries at a time
+3.6 (taken); rows sorted by length 6.0; 16 rows at a time, sorted and padded 4.4; all products by
+gathering 16 numbers, then sums of rows 6.8.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ among threads, and what they leave is put together:
 - each strip writes rows of y or dx that are nobody else's;
 - the gradients of the weights are sums over all tokens. At most ``GRADIENT_PARTS`` runs of strips
   add up their own, and those sums are added in order: the same bits every run, for any number of
-  threads.
+  threads. Large gradients have fewer, as each costs writing and reading one more of their size.
 
 g, u and h are computed again in the backward pass, strip by strip: at 99% zeros that takes less
 time than writing and reading two arrays of M x F (16 MB at M = 1024, F = 2048), and no memory.
@@ -25,6 +25,8 @@ from twell_numba.kernels.sparse_ffn.activations import SparseWeightActivations
 GRAIN = 3_000_000
 # Sums of the weights' gradients that are kept apart: as many threads can work on them.
 GRADIENT_PARTS = 8
+FEWEST_PARTS = 4
+PARTS_BYTES = 8 * 1024 * 1024
 # Strips of x, dy and dx together should stay in a second-level cache of 1 MB.
 STRIPS_BYTES = 768 * 1024
 
@@ -144,7 +146,9 @@ def run_backward(
         The gradients, to be added up over their first axis.
     """
     strips = -(-x.shape[0] // strip_width)
-    count = min(strips, GRADIENT_PARTS)
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients)
+    fitting = PARTS_BYTES // max(gradient_bytes, 1)
+    count = min(strips, max(FEWEST_PARTS, min(fitting, GRADIENT_PARTS)))
     dx = np.empty_like(x)
     parts = [np.empty((count, *gradient.shape), x.dtype) for gradient in gradients]
     scale = l1_scale_input(l1_scale, x.dtype)
