@@ -15,7 +15,12 @@ from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.infer.describe import describe_checkpoint
 from twell_numba.infer.evaluate import evaluate, fired_neurons, require_finite_weights
 from twell_numba.infer.prune import cut_below, cut_to_density
-from twell_numba.models.checkpoint import load_model, resolve_checkpoint, save_model
+from twell_numba.models.checkpoint import (
+    load_model,
+    resolve_checkpoint,
+    run_of_checkpoints,
+    save_model,
+)
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.reading import exists, is_folder, unreadable
 from twell_numba.models.tokenizer import TextTokenizer
@@ -35,7 +40,8 @@ class Conversion:
     block_size : int or None
         b of ``block_ell``; None: 16.
     weight_threshold : float or None
-        Weights of a smaller magnitude become zero.
+        Weights of a smaller magnitude become zero; for ``block_ell``, blocks of which the root of
+        the mean square is smaller.
     target_density : float or None
         Only the largest weights, this fraction of them, are left; for ``block_ell`` the largest
         blocks.
@@ -130,7 +136,7 @@ def convert(
     if conversion.remove_dead and read_windows is None:
         raise UsageError("--remove-dead given without --data, the text that neurons may fire for")
     folder = resolve_checkpoint(source)
-    _require_new(Path(destination), folder)
+    _require_new(destination, folder)
     before = describe_checkpoint(folder)
     config = ModelConfig(**before["config"])
     _require_fitting(conversion, config, folder)
@@ -143,14 +149,15 @@ def convert(
     windows = None if read_windows is None else read_windows(model, tokenizer)
     loss_before = _loss(model, windows, tokenizer)
     model.hold_ffn_weights("dense")
+    cut_size = block_size if weight_format == "block_ell" else None
     if conversion.weight_threshold is not None:
-        cut_below(model, conversion.weight_threshold)
+        cut_below(model, conversion.weight_threshold, block_size=cut_size)
     if conversion.target_density is not None:
         cut_to_density(
             model,
             conversion.target_density,
             per_layer=conversion.per_layer,
-            block_size=block_size if weight_format == "block_ell" else None,
+            block_size=cut_size,
         )
     alive = None
     if conversion.remove_dead:
@@ -158,11 +165,12 @@ def convert(
         fired = fired_neurons(model, windows)
         alive = fired.sum(axis=1)
         model = without_dead_neurons(model, fired)
-    _require_blocks_fit(weight_format, block_size, model.config)
+        if weight_format == "block_ell":
+            _require_a_block_left(model.config.d_ffn, block_size, conversion)
     model.hold_ffn_weights(weight_format, block_size)
     loss_after = _loss(model, windows, tokenizer)
 
-    _require_new(Path(destination), folder)
+    _require_new(destination, folder)
     with write_folder_atomically(destination) as temporary:
         save_model(temporary, model, tokenizer)
     after = describe_checkpoint(destination)
@@ -240,11 +248,18 @@ def _loss(model: Transformer, windows: np.ndarray | None, tokenizer: TextTokeniz
         return evaluate(model, windows, tokenizer)["loss"]
 
 
-def _require_new(destination: Path, checkpoint: Path) -> None:
-    """Refuse a destination that holds something, or lies in the checkpoint that is read."""
-    if not str(destination).strip():
-        raise UsageError(f"destination {str(destination)!r} given, a folder wanted")
-    if checkpoint.resolve() in destination.resolve().parents:
+def _require_new(given: str | os.PathLike[str], checkpoint: Path) -> None:
+    """Refuse a destination that holds something, or would change the checkpoint or another run."""
+    if not os.fspath(given).strip():
+        raise UsageError(f"destination {os.fspath(given)!r} given, a folder wanted")
+    destination = Path(given)
+    run = run_of_checkpoints(destination)
+    if run is not None:
+        raise TwellError(
+            f"{destination} lies among the checkpoints of the run {run}, which would then go on "
+            f"from it; name another place"
+        )
+    if checkpoint.resolve() in Path(os.path.realpath(destination)).parents:
         raise TwellError(
             f"{destination} lies in {checkpoint}, which is to be left as it is; name another place"
         )
@@ -280,3 +295,16 @@ def _require_blocks_fit(weight_format: str, block_size: int, config: ModelConfig
             f"blocks of {block_size} x {block_size} do not fit feedforward weights of shape "
             f"({config.d_ffn}, {config.d_model}); give --block-size {smallest} or less"
         )
+
+
+def _require_a_block_left(neurons: int, block_size: int, conversion: Conversion) -> None:
+    """Refuse to go on without dead neurons where the others do not fill a block."""
+    if neurons >= block_size:
+        return
+    # What is stored in blocks can only become dense, see _require_fitting.
+    is_stored_so = conversion.weight_format is None
+    other = "--to dense" if is_stored_so else f"--block-size {neurons} or less, --to csr"
+    raise UsageError(
+        f"blocks of {block_size} x {block_size} do not fit: only {neurons} neurons of a layer fire "
+        f"for the data; give {other}, or more --windows"
+    )

@@ -11,7 +11,12 @@ import numpy as np
 from twell_numba import formats
 from twell_numba.errors import TwellError
 from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile, open_tensor_file
-from twell_numba.models.checkpoint import WEIGHTS_NAME, load_config, resolve_checkpoint
+from twell_numba.models.checkpoint import (
+    WEIGHTS_NAME,
+    load_config,
+    resolve_checkpoint,
+    stored_names,
+)
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.reading import is_file, require_readable, unreadable
 from twell_numba.models.sparse_tensors import VALUES_NAMES, tensor_names
@@ -33,7 +38,8 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     dict
         ``checkpoint`` (its path), ``config`` (by the names of
         :class:`~twell_numba.models.config.ModelConfig`), ``parameters``, ``bytes``, ``tensors``
-        (list of ``name``, ``shape``, ``dtype``, ``bytes``), ``ffn_layers`` (see
+        (list of ``name``, ``shape``, ``dtype``, ``bytes``), ``missing_tensors`` (names of those
+        that the model needs but the file lacks), ``ffn_layers`` (see
         :func:`describe_ffn_layers`), ``step`` (None where there is no training state) and
         ``resumable``.
 
@@ -50,12 +56,15 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         tensors = _tensor_headers(file)
         ffn_layers = describe_ffn_layers(file, config)
     step = _training_step(folder / STATE_NAME)
+    there = {tensor["name"] for tensor in tensors}
+    wanted = (name for names in stored_names(config).values() for name in names)
     return {
         "checkpoint": str(folder),
         "config": vars(config),
         "parameters": config.parameter_count(),
         "bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
+        "missing_tensors": [name for name in wanted if name not in there],
         "ffn_layers": ffn_layers,
         "step": step,
         "resumable": step is not None and is_file(folder / OPTIMIZER_NAME),

@@ -4,6 +4,8 @@ Weights are changed in place and are held dense. A cut that would leave a whole 
 weight is refused: the layer would then give nothing.
 """
 
+import math
+
 import numpy as np
 
 from twell_numba.errors import TwellError
@@ -12,8 +14,16 @@ from twell_numba.layers.parameter import Parameter
 from twell_numba.models.transformer import Transformer
 
 
-def cut_below(model: Transformer, threshold: float) -> None:
+def cut_below(model: Transformer, threshold: float, *, block_size: int | None = None) -> None:
     """Set every feedforward weight of a smaller magnitude than ``threshold`` to zero.
+
+    Parameters
+    ----------
+    model : Transformer
+        With dense weights; changed in place.
+    threshold : float
+    block_size : int, optional
+        Keep or cut whole blocks of this size instead, by the root of their mean square.
 
     Raises
     ------
@@ -21,12 +31,14 @@ def cut_below(model: Transformer, threshold: float) -> None:
         If nothing would be left of a matrix. The model's weights are changed all the same.
     """
     for parameter in _ffn_parameters(model):
-        held_any, largest = parameter.value.any(), np.abs(parameter.value).max()
-        parameter.value[np.abs(parameter.value) < threshold] = 0
-        if held_any and not parameter.value.any():
+        held_any = parameter.value.any()
+        largest = weight_cut.magnitudes(parameter.value, block_size or 1).max()
+        left = weight_cut.cut_below(parameter.value, block_size or 1, threshold)
+        if held_any and not left:
+            what = "weight is" if block_size is None else "root mean square of a block is"
             raise TwellError(
                 f"weight threshold {threshold:g} would leave nothing of {parameter.name}, of which "
-                f"the largest weight is {largest:.4g}; give a smaller one"
+                f"the largest {what} {largest:.4g}; give a smaller one"
             )
 
 
@@ -63,15 +75,24 @@ def cut_to_density(
 
 def _require_one_each(values: list[np.ndarray], density: float, block_size: int | None) -> None:
     """Refuse a density that would leave a matrix, and so a whole layer, without a weight."""
-    largest_block = (block_size or 1) ** 2
     smallest = min(value.size for value in values)
-    if density * smallest < min(largest_block, smallest):
+    entries = min((block_size or 1) ** 2, smallest)
+    if density * smallest < entries:
         what = "weight" if block_size is None else f"block of {block_size} x {block_size}"
         raise TwellError(
             f"target density {density:g} would leave less than one {what} of a matrix of "
             f"{' x '.join(map(str, values[0].shape))}, and a whole layer without any; give at "
-            f"least {min(largest_block, smallest) / smallest:.2g}"
+            f"least {_sufficient_density(entries, smallest):.2g}"
         )
+
+
+def _sufficient_density(entries: int, size: int) -> float:
+    """Return the smallest number of two digits by which so many of ``size`` entries are left."""
+    places = 1 - math.floor(math.log10(entries / size))
+    density = round(entries / size, places)
+    while density * size < entries:
+        density = round(density + 10.0**-places, places)
+    return density
 
 
 def _ffn_parameters(model: Transformer) -> list[Parameter]:

@@ -1,10 +1,10 @@
 """What of the weights is left: counting it, and cutting the smallest off.
 
 They go one by one, or in b x b blocks, cut from the upper left corner; blocks at the lower and
-right edge are smaller. A block's magnitude is the root of its mean square, relative to that of its
-whole weight. Single weights are compared as they are: of these, the largest of any weight count,
-while averages over a block say more about the weight that it is in than about the block, and would
-leave some weights with hardly any.
+right edge are smaller. A block's magnitude is the root of its mean square. With blocks of other
+weights it is compared relative to that of its whole weight. Single weights are compared as they
+are: of these, the largest of any weight count, while averages over a block say more about the
+weight that it is in than about the block, and would leave some weights with hardly any.
 """
 
 import math
@@ -28,6 +28,49 @@ def entries_left(value: np.ndarray, block_size: int) -> int:
     if block_size == 1:
         return int(np.count_nonzero(value))
     return stored_in_blocks(value, block_size)
+
+
+def magnitudes(value: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the magnitude of each block: the root of its mean square.
+
+    Parameters
+    ----------
+    value : ndarray, shape (F, D)
+    block_size : int
+        b; 1 for single weights.
+
+    Returns
+    -------
+    ndarray, shape (ceil(F / b), ceil(D / b))
+    """
+    if block_size == 1:
+        return np.abs(value)
+    return np.sqrt(_block_means(np.square(value, dtype=np.float64), block_size))
+
+
+def cut_below(value: np.ndarray, block_size: int, limit: float) -> int:
+    """Set every block of a smaller magnitude than ``limit`` to zero.
+
+    Parameters
+    ----------
+    value : ndarray, shape (F, D)
+        Changed in place. A block with numbers that are not finite stays.
+    block_size : int
+        b; 1 for single weights.
+    limit : float
+        At least 0.
+
+    Returns
+    -------
+    int
+        Elements of the blocks that are not zero.
+    """
+    if block_size == 1:
+        return hard_threshold(value, limit)
+    of_blocks = magnitudes(value, block_size)
+    is_cut = of_blocks < limit
+    _set_blocks_to_zero(value, block_size, np.flatnonzero(is_cut & (of_blocks > 0)))
+    return int(_block_sizes(value, block_size)[~is_cut & (of_blocks != 0)].sum())
 
 
 def cut_to_density(values: Sequence[np.ndarray], block_size: int, density: float) -> None:
@@ -82,29 +125,39 @@ def _cut_alike(values: Sequence[np.ndarray], limits: Sequence[float], excess: in
 
 
 def _cut_blocks(values: Sequence[np.ndarray], block_size: int, limit: int) -> None:
-    magnitudes = [_relative_magnitudes(value, block_size).ravel() for value in values]
-    if not all(np.isfinite(magnitude).all() for magnitude in magnitudes):
+    relative = [_relative_magnitudes(value, block_size).ravel() for value in values]
+    if not all(np.isfinite(magnitude).all() for magnitude in relative):
         return
-    for magnitude in magnitudes:
+    for magnitude in relative:
         magnitude[magnitude.argmax()] = np.inf
     sizes = np.concatenate([_block_sizes(value, block_size).ravel() for value in values])
-    order = np.argsort(-np.concatenate(magnitudes), kind="stable")
+    order = np.argsort(-np.concatenate(relative), kind="stable")
     is_cut = np.empty(order.size, np.bool_)
     is_cut[order] = np.cumsum(sizes[order]) > limit
-    ends = np.cumsum([magnitude.size for magnitude in magnitudes])[:-1]
-    for value, cut, magnitude in zip(values, np.split(is_cut, ends), magnitudes, strict=True):
-        columns_of_blocks = -(-value.shape[1] // block_size)
-        for block in np.flatnonzero(cut & (magnitude > 0)):
-            top, left = (block_size * number for number in divmod(block, columns_of_blocks))
-            value[top : top + block_size, left : left + block_size] = 0
+    ends = np.cumsum([magnitude.size for magnitude in relative])[:-1]
+    for value, cut, magnitude in zip(values, np.split(is_cut, ends), relative, strict=True):
+        _set_blocks_to_zero(value, block_size, np.flatnonzero(cut & (magnitude > 0)))
+
+
+def _set_blocks_to_zero(value: np.ndarray, block_size: int, blocks: np.ndarray) -> None:
+    """Set blocks to zero, given by their numbers: row of blocks by row of blocks, from 0."""
+    columns_of_blocks = -(-value.shape[1] // block_size)
+    for block in blocks:
+        top, left = (block_size * number for number in divmod(block, columns_of_blocks))
+        value[top : top + block_size, left : left + block_size] = 0
 
 
 def _relative_magnitudes(value: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the magnitude of each block, shape (ceil(F / b), ceil(D / b))."""
-    rows, columns = (np.arange(0, size, block_size) for size in value.shape)
+    """Return the magnitude of each block over its weight's, shape (ceil(F / b), ceil(D / b))."""
     squares = np.square(value, dtype=np.float64)
+    return np.sqrt(_block_means(squares, block_size) / squares.mean())
+
+
+def _block_means(squares: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the mean of each block, shape (ceil(F / b), ceil(D / b))."""
+    rows, columns = (np.arange(0, size, block_size) for size in squares.shape)
     sums = np.add.reduceat(np.add.reduceat(squares, rows, axis=0), columns, axis=1)
-    return np.sqrt(sums / _block_sizes(value, block_size) / squares.mean())
+    return sums / _block_sizes(squares, block_size)
 
 
 def _block_sizes(value: np.ndarray, block_size: int) -> np.ndarray:

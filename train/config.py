@@ -100,7 +100,9 @@ class TrainConfig:
     )
     l1_block: float = _setting(0.0, "Sparsity", "the same on blocks of FFN weights")
     block_size: int = _setting(16, "Sparsity", "b, rows and columns of a block")
-    weight_threshold: float = _setting(0.0, "Sparsity", "smaller FFN weights become zero")
+    weight_threshold: float = _setting(
+        0.0, "Sparsity", "smaller FFN weights become zero; blocks by their root mean square"
+    )
     target_density: float = _setting(
         1.0, "Sparsity", "part of the FFN weights to be left in the end; 1: all"
     )
@@ -185,6 +187,7 @@ class TrainConfig:
             "batch_size",
             "gradient_accumulation",
             "dead_neuron_window",
+            "block_size",
             "log_interval",
             "eval_batches",
             "sample_tokens",
@@ -260,7 +263,7 @@ class TrainConfig:
             wanted = "one of them" if self.l1_block else "l1_block for weights in blocks"
             raise UsageError(f"l1_weight={self.l1_weight} given with {other}, {wanted} wanted")
         smallest = min(self.d_model, self.d_ffn)
-        if self._has_blocks and not 1 <= self.block_size <= smallest:
+        if self._has_blocks and self.block_size > smallest:
             raise UsageError(
                 f"block_size={self.block_size} given, 1 to {smallest} wanted for FFN weights of "
                 f"{self.d_ffn} x {self.d_model}"
@@ -274,6 +277,11 @@ class TrainConfig:
             )
         if self.sparse_from:
             self._validate_sparse_from()
+        elif self.weight_threshold and self.l1_warmup_steps >= self.steps:
+            raise UsageError(
+                f"l1_warmup_steps={self.l1_warmup_steps} given, fewer than steps={self.steps} "
+                f"wanted: weight_threshold acts after them"
+            )
 
     def _validate_target_density(self) -> None:
         entries = self.target_density * self.d_ffn * self.d_model
@@ -304,7 +312,8 @@ class TrainConfig:
         if is_dense and not (self.l1_weight or self.l1_block or self.weight_threshold):
             raise UsageError(
                 f"sparse_from={self.sparse_from} given, but nothing that makes weights zero before "
-                f"it; target_density, l1_weight, l1_block or weight_threshold wanted"
+                f"it; a target_density below 1, l1_weight, l1_block or weight_threshold wanted, or "
+                f"sparse_from=0 (--set sparse_from=0) to keep all weights"
             )
         if self.sparse_from <= self.l1_warmup_steps:
             raise UsageError(

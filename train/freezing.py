@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
-from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN
+from twell_numba.layers.ffn import DENSITY_OF_FORMAT, GatedFFN, TwoMatrixFFN
 from twell_numba.layers.parameter import SparseParameter, make_parameter
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.optimizer import AdamW
@@ -32,6 +32,26 @@ def freeze_zeros(model: Transformer, optimizer: AdamW, weight_format: str, block
         for parameter in ffn.parameters():
             assert isinstance(parameter, SparseParameter)
             optimizer.replace(parameter, partial(at_stored_entries, parameter.matrix))
+
+
+def slowness(model: Transformer) -> str | None:
+    """Say in one line if so many weights are stored that training would be faster with dense ones.
+
+    Parameters
+    ----------
+    model : Transformer
+        After :func:`freeze_zeros`.
+    """
+    parameters = [parameter for ffn in model.ffn_layers for parameter in ffn.parameters()]
+    stored = [part.matrix.nnz for part in parameters if isinstance(part, SparseParameter)]
+    density = sum(stored) / sum(parameter.size for parameter in parameters)
+    limit = DENSITY_OF_FORMAT[model.weight_format]
+    if density < limit:
+        return None
+    return (
+        f"{density:.2%} of the FFN weights are left, as {model.weight_format}, which is slower "
+        f"than dense above {limit:.0%}; for speed take a smaller target_density or sparse_from=0"
+    )
 
 
 def at_stored_entries(matrix: CSRMatrix | BlockELLMatrix, dense: np.ndarray) -> np.ndarray:

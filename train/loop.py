@@ -34,7 +34,7 @@ from twell_numba.train.checkpoints import (
 from twell_numba.train.config import TrainConfig, require_resumable
 from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
 from twell_numba.train.failure import Diverged, StepFailed
-from twell_numba.train.freezing import thinned_copy
+from twell_numba.train.freezing import slowness, thinned_copy
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
 from twell_numba.train.prepared import SUFFIX, open_prepared
 from twell_numba.train.report import Reporter, reporter_for
@@ -234,6 +234,8 @@ class _Run:
             result = self._timed_step()
             step = self.trainer.step_count
             is_last = step == self.config.steps
+            if step == self.config.sparse_from and (line := slowness(self.trainer.model)):
+                self.reporter.note(line)
             evaluation = None
             if is_last or _is_due(step, self.config.eval_interval):
                 evaluation = self._evaluate()

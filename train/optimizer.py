@@ -133,7 +133,8 @@ class AdamW:
         Raises
         ------
         TwellError
-            If an array is missing, unexpected, or of another shape or dtype.
+            If an array is missing, unexpected, or of another shape or dtype, or a mean of squares
+            is negative.
         """
         wanted = self.state_arrays()
         if arrays.keys() != wanted.keys():
@@ -148,7 +149,13 @@ class AdamW:
             if array.shape != target.shape or array.dtype != target.dtype:
                 raise TwellError(
                     f"optimizer state {name} is {array.dtype} {array.shape}, "
-                    f"{target.dtype} {target.shape} wanted: it belongs to another model"
+                    f"{target.dtype} {target.shape} wanted: it belongs to another model; "
+                    f"resume from the checkpoint that was saved with this one"
+                )
+            if name.startswith(_SECOND) and (array < 0).any():
+                raise TwellError(
+                    f"optimizer state {name} holds {np.nanmin(array):.4g}, a mean of squares of at "
+                    f"least 0 wanted: it is damaged; resume from an earlier checkpoint"
                 )
             target[...] = array
         self.step_count = step_count

@@ -26,7 +26,12 @@ from typing import Any
 
 from twell_numba.atomic import write_file_atomically, write_folder_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.checkpoint import checkpoint_steps
+from twell_numba.models.checkpoint import (
+    CHECKPOINTS_NAME,
+    SETTINGS_NAME,
+    checkpoint_steps,
+    run_of_checkpoints,
+)
 from twell_numba.strict_json import to_json
 from twell_numba.train.config import TrainConfig, from_settings, read_toml
 from twell_numba.train.run_lock import locked
@@ -46,20 +51,25 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.config_path = self.path / "config.toml"
+        self.config_path = self.path / SETTINGS_NAME
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
         self.samples_path = self.path / "samples"
-        self.checkpoints_path = self.path / "checkpoints"
+        self.checkpoints_path = self.path / CHECKPOINTS_NAME
         self.lock_path = self.path / ".lock"
 
     def refuse_existing(self) -> None:
-        """Refuse a path at which there is anything but an empty folder.
+        """Refuse a path at which there is anything but an empty folder, or a run's checkpoints.
 
         Raises
         ------
         TwellError
         """
+        if (run := run_of_checkpoints(self.path)) is not None:
+            raise TwellError(
+                f"{self.path} lies among the checkpoints of the run {run}, which would then go on "
+                f"from it; name another run folder"
+            )
         with _named_errors(self.path):
             if not os.path.lexists(self.path):
                 return

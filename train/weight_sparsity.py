@@ -4,7 +4,8 @@ After each step of the optimizer, with learning rate a and strength s, comes a p
 L1 term: every weight is moved by ``a s`` towards zero, and what is no larger becomes zero (or, for
 blocks, as :func:`twell_numba.kernels.proximal.block_soft_threshold` says). A weight that is zero
 keeps its gradient, and comes back when this is worth more than the term. AdamW moves a weight by
-about ``a`` at most, so a strength of 1 lets hardly any live.
+about ``a`` at most, so a strength of 1 lets hardly any live. With a threshold, weights of a smaller
+magnitude then become zero, or blocks of which the root of the mean square is smaller.
 
 With a target density, what is left follows :func:`twell_numba.train.schedule.weight_density`: the
 smallest weights are cut off where it is more, and the strength is turned down where it is less.
@@ -17,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.infer.weight_cut import cut_to_density, entries_left
-from twell_numba.kernels.proximal import block_soft_threshold, hard_threshold, soft_threshold
+from twell_numba.infer.weight_cut import cut_below, cut_to_density, entries_left
+from twell_numba.kernels.proximal import block_soft_threshold, soft_threshold
 from twell_numba.layers.parameter import Parameter, SparseParameter
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
@@ -51,9 +52,9 @@ class WeightSparsity:
         self._target_step = config.filled_in().target_density_step
         self._block_size = config.weight_block_size
         self.controller: DensityController | None = None
+        self._default_strength = TARGET_STRENGTH if self._block_size == 1 else TARGET_BLOCK_STRENGTH
         if config.target_density < 1:
-            default = TARGET_STRENGTH if self._block_size == 1 else TARGET_BLOCK_STRENGTH
-            self.controller = DensityController(self._strength or default)
+            self.controller = DensityController(self._strength or self._default_strength)
 
     @property
     def strength(self) -> float:
@@ -88,10 +89,10 @@ class WeightSparsity:
         values = [parameter.value for parameter in parameters]
         if strength > 0:
             left = [self._shrink(value, learning_rate * strength) for value in values]
-            self._require_entries(step, parameters, left)
+            self._require_entries(step, parameters, left, self._l1_advice())
         if config.weight_threshold > 0 and is_warm:
-            left = [hard_threshold(value, config.weight_threshold) for value in values]
-            self._require_entries(step, parameters, left)
+            left = [cut_below(value, self._block_size, config.weight_threshold) for value in values]
+            self._require_entries(step, parameters, left, self._threshold_advice())
         if self.controller is not None and is_warm:
             wanted = self._wanted_density(step)
             self.controller.update(sum(left) / sum(value.size for value in values), wanted)
@@ -104,7 +105,7 @@ class WeightSparsity:
         if self.strength > 0:
             self._shrink(value, 0.0)
         if self._config.weight_threshold > 0:
-            hard_threshold(value, 0.0)
+            cut_below(value, self._block_size, 0.0)
         if self.controller is not None and self._block_size == 1:
             cut_to_density([np.ones((2, 2), dtype)], 1, 0.5)
 
@@ -122,22 +123,31 @@ class WeightSparsity:
         )
 
     def _require_entries(
-        self, step: int, parameters: Sequence[Parameter], left: Sequence[int]
+        self, step: int, parameters: Sequence[Parameter], left: Sequence[int], advice: str
     ) -> None:
         for parameter, entries in zip(parameters, left, strict=True):
             if entries == 0:
                 raise StepFailed(
                     f"step {step}: no weight of {parameter.name} is left but zeros, "
                     f"so that its layer would do nothing",
-                    self._advice(),
+                    advice,
                 )
 
-    def _advice(self) -> str:
-        if self.controller is not None:
-            return "try a larger target_density, or a later target_density_step"
-        if self._config.weight_threshold:
-            return "try a smaller weight_threshold"
-        return f"try a smaller {'l1_block' if self._config.l1_block else 'l1_weight'}"
+    def _l1_advice(self) -> str:
+        if self._strength:
+            return f"try a smaller {self._l1_name}"
+        default = f"{self._default_strength:g}, its value with a target_density"
+        return f"try {self._l1_name} below {default}"
+
+    def _threshold_advice(self) -> str:
+        # The L1 term may have brought the weights below it.
+        also = f" or {self._l1_name}" if self._strength else ""
+        return f"try a smaller weight_threshold{also}"
+
+    @property
+    def _l1_name(self) -> str:
+        in_blocks = self._config.l1_block or self._config.sparse_format == "block_ell"
+        return "l1_block" if in_blocks else "l1_weight"
 
 
 def weight_statistics(model: Transformer, block_size: int) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """``twell convert`` on the command line, and what the other commands make of its results."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
 
 from twell_numba.cli import twell
 from twell_numba.models.checkpoint import save_model
@@ -149,15 +151,53 @@ def test_bad_places_are_one_line(source: Path, tmp_path: Path) -> None:
     sparse = tmp_path / "sparse"
     converted(source, sparse, "--to", "csr")
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    for arguments, message in (
-        ((tmp_path / "missing", tmp_path / "new", "--to", "csr"), "missing does not exist"),
-        ((source, sparse, "--to", "csr"), "exists already"),
-        ((source, "", "--to", "csr"), "exists already"),
-        ((sparse, tmp_path / "new", "--to", "csr"), "convert it with --to dense first"),
-        ((sparse, tmp_path / "new", "--target-density", 0.1), "sparse already, stored as csr"),
+    for arguments, code, message in (
+        ((tmp_path / "missing", tmp_path / "new", "--to", "csr"), 1, "missing does not exist"),
+        ((source, sparse, "--to", "csr"), 1, "exists already"),
+        ((source, "", "--to", "csr"), 2, "destination '' given, a folder wanted"),
+        (("", tmp_path / "new", "--to", "csr"), 1, "'' given, the folder of a run or a checkpoint"),
+        ((sparse, tmp_path / "new", "--to", "csr"), 1, "convert it with --to dense first"),
+        ((sparse, tmp_path / "new", "--target-density", 0.1), 1, "sparse already, stored as csr"),
     ):
         result = invoke("convert", *arguments)
-        assert (result.exit_code, result.stdout) == (1, ""), result.output
+        assert (result.exit_code, result.stdout) == (code, ""), result.output
         (line,) = result.stderr.splitlines()
         assert message in line
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+def test_inspection_of_a_file_that_lacks_a_tensor_says_so(source: Path, tmp_path: Path) -> None:
+    converted(source, tmp_path / "sparse", "--to", "csr")
+    complete = invoke("inspect", tmp_path / "sparse")
+    assert complete.stderr == ""
+    path = tmp_path / "sparse" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight.csr.data"
+    for each in (name, "model.norm.weight"):
+        del tensors[each]
+    save_file(tensors, path)
+    result = invoke("inspect", tmp_path / "sparse")
+    assert result.exit_code == 0
+    assert "unknown" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert f"lacks {name} (2 in all), without which" in line
+    description = json.loads(invoke("inspect", tmp_path / "sparse", "--json").stdout)
+    assert description["missing_tensors"] == [name, "model.norm.weight"]
+
+
+def test_inspection_of_weights_that_cannot_be_counted_says_so(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    # As many bytes as before, which stand for another dtype.
+    header["model.layers.1.mlp.up_proj.weight"] |= {"dtype": "F8_E4M3", "shape": [256, 32]}
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + size :])
+    result = invoke("inspect", folder)
+    assert result.exit_code == 0
+    assert "unknown" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert "of a dtype that is not supported" in line

@@ -240,16 +240,57 @@ def test_nothing_dead_is_refused(byte_model: Transformer, tmp_path: Path) -> Non
     refused(tmp_path / "source", Conversion(remove_dead=True), "no neuron can be removed: all 96")
 
 
-def test_too_few_neurons_left_for_a_block(byte_model: Transformer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stored", "asked", "advice", "ways_out"),
+    [
+        (
+            "dense",
+            "block_ell",
+            "--block-size 5 or less, --to csr",
+            [Conversion("block_ell", 5, remove_dead=True), Conversion("csr", remove_dead=True)],
+        ),
+        ("block_ell", None, "--to dense", [Conversion("dense", remove_dead=True)]),
+    ],
+)
+def test_too_few_neurons_left_for_a_block(
+    byte_model: Transformer,
+    tmp_path: Path,
+    stored: str,
+    asked: str | None,
+    advice: str,
+    ways_out: list[Conversion],
+) -> None:
     for ffn in byte_model.ffn_layers:
         ffn.parameters()[0].value[5:] = 0
+    byte_model.hold_ffn_weights(stored)
     save_model(tmp_path / "source", byte_model, ByteTokenizer())
     refused(
         tmp_path / "source",
-        Conversion("block_ell", remove_dead=True),
-        r"16 x 16 do not fit feedforward weights of shape \(5, 32\)",
+        Conversion(asked, remove_dead=True),
+        f"16 x 16 do not fit: only 5 neurons of a layer fire .* give {advice}, or more --windows$",
         UsageError,
     )
+    for number, way_out in enumerate(ways_out):
+        report = convert(tmp_path / "source", tmp_path / f"new-{number}", way_out, windows)
+        assert report["neurons_after"] == 5
+
+
+def test_a_threshold_for_blocks_goes_by_their_root_mean_square(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    report = convert(checkpoint, tmp_path / "new", Conversion("block_ell", 8, weight_threshold=0.2))
+    assert all(0 < layer["density_after"] < 1 for layer in report["layers"])
+    original, _ = load_model(checkpoint)
+    model, _ = load_model(tmp_path / "new", ffn_path="dense")
+    for old, new in zip(original.ffn_layers, model.ffn_layers, strict=True):
+        for before, after in zip(old.parameters(), new.parameters(), strict=True):
+            for rows in range(0, 96, 8):
+                for columns in range(0, 32, 8):
+                    block = before.value[rows : rows + 8, columns : columns + 8]
+                    kept = np.sqrt(np.square(block).mean()) >= 0.2
+                    np.testing.assert_array_equal(
+                        after.value[rows : rows + 8, columns : columns + 8], block if kept else 0
+                    )
 
 
 def test_weights_that_are_not_finite_are_refused(byte_model: Transformer, tmp_path: Path) -> None:
@@ -277,12 +318,30 @@ def test_a_destination_with_something_in_it_is_left_alone(checkpoint: Path, tmp_
     assert file.read_text() == "text"
     with pytest.raises(TwellError, match="lies in"):
         convert(checkpoint, checkpoint / "inside", Conversion("csr"))
-    with pytest.raises(UsageError, match="destination ' ' given"):
-        convert(checkpoint, " ", Conversion("csr"))
+    for blank in ("", " "):
+        with pytest.raises(UsageError, match=f"destination '{blank}' given, a folder wanted"):
+            convert(checkpoint, blank, Conversion("csr"))
     empty = tmp_path / "empty"
     empty.mkdir()
     convert(checkpoint, empty, Conversion("csr"))
     assert load_model(empty)[0].config.d_ffn == 96
+
+
+def test_the_checkpoints_of_a_run_are_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """Of any run: what is added there would be the checkpoint that it goes on from."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-1").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(checkpoints)
+    convert(checkpoint, checkpoints / "new", Conversion("csr"))  # no run yet
+    (tmp_path / "run" / "config.toml").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for destination in (checkpoints / "step-99", checkpoints / "a" / "b", link / "step-99"):
+        with pytest.raises(TwellError, match="lies among the checkpoints of the run .*/run, ") as e:
+            convert(checkpoint, destination, Conversion("csr"))
+        assert "\n" not in str(e.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    convert(checkpoint, tmp_path / "run" / "sparse", Conversion("csr"))
 
 
 def test_a_full_disk_leaves_nothing_behind(

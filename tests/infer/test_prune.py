@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from twell_numba.errors import TwellError
-from twell_numba.infer.prune import cut_below, cut_to_density
+from twell_numba.infer.prune import _sufficient_density, cut_below, cut_to_density
 from twell_numba.models.transformer import Transformer
 
 
@@ -85,3 +85,45 @@ def test_a_matrix_that_was_empty_is_no_reason_to_refuse(byte_model: Transformer)
     cut_below(byte_model, 0.1)
     cut_to_density(byte_model, 0.1)
     assert densities(byte_model)[0] > 0
+
+
+@pytest.mark.parametrize("block_size", [None, 4, 8, 11, 96])
+def test_the_density_that_is_advised_is_enough(
+    byte_model: Transformer, block_size: int | None
+) -> None:
+    with pytest.raises(TwellError, match="give at least ") as caught:
+        cut_to_density(byte_model, 1e-9, block_size=block_size)
+    advised = str(caught.value).rpartition(" ")[2]
+    cut_to_density(byte_model, float(advised), block_size=block_size)
+    size = byte_model.ffn_layers[0].parameters()[0].size
+    least = min((block_size or 1) ** 2, size) / size
+    assert least <= float(advised) < 1.1 * least
+
+
+@pytest.mark.parametrize("entries", [1, 16, 49, 64, 256, 399])
+def test_no_density_is_advised_that_falls_short(entries: int) -> None:
+    for size in range(400, 500):
+        density = float(f"{_sufficient_density(entries, size):.2g}")
+        assert entries <= density * size
+        assert density <= 1
+
+
+def test_a_threshold_for_blocks_goes_by_their_root_mean_square(byte_model: Transformer) -> None:
+    gate = byte_model.ffn_layers[0].parameters()[0].value
+    gate[:8, :8] = 0.2
+    gate[:8, 8:16] = np.nextafter(np.float32(0.2), np.float32(0))
+    gate[8:16, :8] = 0
+    gate[8, 0] = 1.7  # of which the block's root mean square is 0.2125
+    for ffn in byte_model.ffn_layers:
+        ffn.parameters()[2].value *= 2  # down projections start smaller
+    cut_below(byte_model, 0.2, block_size=8)
+    assert (gate[:8, :8] != 0).all()
+    assert not gate[:8, 8:16].any()
+    assert np.count_nonzero(gate[8:16, :8]) == 1
+
+
+def test_a_threshold_that_empties_the_blocks_of_a_matrix_is_refused(
+    byte_model: Transformer,
+) -> None:
+    with pytest.raises(TwellError, match="the largest root mean square of a block is 0.2"):
+        cut_below(byte_model, 0.5, block_size=8)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from twell_numba.infer.weight_cut import cut_to_density, entries_left
+from twell_numba.infer.weight_cut import cut_below, cut_to_density, entries_left, magnitudes
 
 
 def blocks_of(value, b):
@@ -96,3 +96,37 @@ def test_what_is_not_finite_is_never_cut(b):
     value[2, 3] = np.nan
     cut_to_density([value], b, 0.25)
     assert np.isnan(value[2, 3])
+
+
+@pytest.mark.parametrize("b", [1, 3, 4, 7])
+def test_blocks_of_a_smaller_root_mean_square_are_cut(rng, b):
+    value = rng.standard_normal((10, 13))
+    value[:b, :b] = 0
+    before = value.copy()
+    expected = [np.sqrt(np.square(block).mean()) for block in blocks_of(before, b)]
+    np.testing.assert_allclose(magnitudes(before, b).ravel(), expected)
+    limit = np.sort(expected)[len(expected) // 2 - 1 :][:2].mean()
+    left = cut_below(value, b, limit)
+    assert left == entries_left(value, b) > 0
+    for block, old, magnitude in zip(
+        blocks_of(value, b), blocks_of(before, b), expected, strict=True
+    ):
+        np.testing.assert_array_equal(block, old if magnitude >= limit else 0)
+
+
+@pytest.mark.parametrize("b", [1, 4])
+def test_a_limit_of_nothing_cuts_nothing(rng, b):
+    value = np.zeros((8, 8))
+    value[:4, :4] = rng.standard_normal((4, 4))
+    before = value.copy()
+    assert cut_below(value, b, 0.0) == 16
+    np.testing.assert_array_equal(value, before)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_blocks_that_are_not_finite_are_not_cut(bad):
+    value = np.full((8, 8), 0.1)
+    value[5, 5] = bad
+    assert cut_below(value, 4, 10.0) == 16
+    np.testing.assert_array_equal(value[5, 5], bad)
+    assert not value[:4].any()

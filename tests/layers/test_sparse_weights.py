@@ -286,3 +286,51 @@ def test_elements_in_blocks_are_counted_to_the_edge(rng, block_size):
     matrix = BlockELLMatrix.from_dense(array, block_size=block_size)
     for held in (array, matrix, CSRMatrix.from_dense(array)):
         assert stored_in_blocks(held, block_size) == matrix.nnz
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_layer_without_neurons(weight_format, gated):
+    layer = GatedFFN if gated else TwoMatrixFFN
+    ffn = layer("mlp", *[np.zeros((0, WIDTH))] * (2 + gated))
+    assert ffn.weight_density == 0
+    ffn.hold_weights(weight_format, 1)
+    assert ffn.weight_format == weight_format
+    y, backprop = ffn(np.ones((3, WIDTH)))
+    np.testing.assert_array_equal(y, np.zeros((3, WIDTH)))
+    np.testing.assert_array_equal(backprop(y), np.zeros((3, WIDTH)))
+    with pytest.raises(ValueError, match=r"block_size 2 given, 1 to 1 wanted .* \(0, 21\)"):
+        ffn.hold_weights("block_ell", 2)
+    ffn.hold_fastest()
+    assert ffn.weight_format == "dense"
+
+
+@pytest.mark.parametrize("given", ["4", 2.5, None, [4], np.array([4, 4])], ids=repr)
+def test_a_block_size_of_another_type_is_refused(rng, given):
+    ffn = make_layer(rng, True)
+    with pytest.raises(TypeError, match="^block_size .* given, a whole number wanted$"):
+        ffn.hold_weights("block_ell", given)
+    if given is not None:
+        with pytest.raises(TypeError, match="^block_size .* given, a whole number wanted$"):
+            ffn.hold_fastest(given)
+
+
+@pytest.mark.parametrize("given", [0, -1, WIDTH + 1])
+def test_a_fastest_format_of_impossible_blocks_is_refused(rng, given):
+    with pytest.raises(ValueError, match=f"block_size {given} given, 1 to 21 wanted"):
+        make_layer(rng, True).hold_fastest(given)
+
+
+def test_the_fastest_format_of_a_narrow_layer_has_blocks_that_fit():
+    weights = np.zeros((400, 8), np.float32)
+    weights[:8] = 1
+    ffn = TwoMatrixFFN("mlp", weights, weights)
+    ffn.hold_fastest()
+    assert (ffn.weight_format, ffn.block_size) == ("block_ell", 8)
+
+
+@pytest.mark.parametrize("weights", [[[1.0]], None, "weights"], ids=repr)
+def test_weights_of_another_type_are_refused(weights):
+    message = f"^m.gate_proj.weight of type {type(weights).__name__} given, a NumPy array, CSRM"
+    with pytest.raises(TypeError, match=message):
+        GatedFFN("m", weights, weights, weights)

@@ -16,6 +16,7 @@ from twell_numba.layers.ffn import WEIGHT_FORMATS
 from twell_numba.models.cache import KVCache
 from twell_numba.models.checkpoint import load_model, save_model
 from twell_numba.models.config import FFN_WEIGHT_FORMATS, ModelConfig
+from twell_numba.models.sparse_tensors import to_tensors
 from twell_numba.models.tokenizer import ByteTokenizer
 from twell_numba.models.transformer import Transformer
 
@@ -142,6 +143,8 @@ def test_weights_given_as_matrices() -> None:
         Transformer(CONFIG, {**weights, GATE: weights[GATE].T})
     with pytest.raises(ValueError, match="held as csr given beside .* held as dense"):
         Transformer(CONFIG, {**weights, GATE: np.zeros(weights[GATE].shape)})
+    with pytest.raises(TypeError, match=f"{GATE} of type list given, a NumPy array or sparse"):
+        Transformer(CONFIG, {**weights, GATE: [[1.0]]})  # type: ignore[dict-item]
     norm = CSRMatrix.from_dense(np.zeros((20, 20)))
     name = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=f"{name} given as a sparse matrix; an array wanted"):
@@ -384,7 +387,10 @@ def test_block_ell_tensors_that_do_not_fit(
     ("changes", "message"),
     [
         ({"ffn_weight_format": "block_ell"}, "no tensor .*block_ell.values"),
-        ({"ffn_weight_format": "dense"}, "model_type 'sparse_llama' with ffn 'gated' and ffn_w"),
+        (
+            {"ffn_weight_format": "dense"},
+            "ffn_weight_format 'dense' given with model_type 'sparse_llama', 'csr' or 'block_ell' ",
+        ),
         ({"ffn_weight_format": "coo"}, "ffn_weight_format='coo' given, one of"),
         ({"ffn_weight_format": ["csr"]}, "ffn_weight_format="),
         ({"model_type": "llama"}, "one of sparse_llama, sparse_two_matrix_llama wanted"),
@@ -396,6 +402,49 @@ def test_a_description_that_does_not_fit(tmp_path: Path, changes: dict, message:
     saved(tmp_path, "csr")
     edit_config(tmp_path, **changes)
     refused(tmp_path, message)
+
+
+def test_a_description_without_its_format(tmp_path: Path) -> None:
+    saved(tmp_path, "csr")
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["ffn_weight_format"]
+    path.write_text(json.dumps(content))
+    refused(tmp_path, "ffn_weight_format missing with model_type 'sparse_llama', 'csr' or")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [GATE],
+        [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")],
+    ],
+    ids=["within a layer", "between layers"],
+)
+def test_blocks_of_several_sizes_are_refused(tmp_path: Path, names: list[str]) -> None:
+    model = saved(tmp_path, "block_ell")
+
+    def smaller_blocks(tensors: dict[str, np.ndarray]) -> None:
+        for name in names:
+            matrix = BlockELLMatrix.from_sparse(model.parameters()[name].operand, block_size=4)
+            tensors |= to_tensors(name, matrix)
+
+    edit_tensors(tmp_path, smaller_blocks)
+    refused(tmp_path, f"{names[0]} that is not valid .blocks of 4 rows given beside blocks of 8 in")
+    with pytest.raises(TwellError, match="one size wanted"):
+        load_model(tmp_path, keep_format=True)
+
+
+def test_layers_in_blocks_of_several_sizes_cannot_be_saved(tmp_path: Path) -> None:
+    model = sparse_model("block_ell")
+    model.ffn_layers[1].hold_weights("block_ell", 4)
+    message = "layer 1 holds its weights as block_ell with blocks of 4, layer 0 as .* blocks of 8"
+    with pytest.raises(ValueError, match=message):
+        save_model(tmp_path / "new", model, ByteTokenizer())
+    weights = {name: parameter.operand for name, parameter in model.parameters().items()}
+    with pytest.raises(ValueError, match=message):
+        Transformer(CONFIG, weights)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_dense_file_described_as_sparse(tmp_path: Path) -> None:

@@ -165,7 +165,18 @@ def test_wrong_overrides_are_refused_in_one_line(override, message):
         (["l1_weight=1", "l1_block=1"], "l1_weight=1.0 given with l1_block=1.0, one of them"),
         (["l1_weight=1", "sparse_format=block_ell"], "l1_block for weights in blocks wanted"),
         (["l1_block=1", "block_size=129"], "block_size=129 given, 1 to 128 wanted"),
-        (["sparse_format=block_ell", "block_size=0"], "block_size=0 given, 1 to 128 wanted"),
+        (["sparse_format=block_ell", "block_size=0"], "block_size=0 given, at least 1 wanted"),
+        (["block_size=0"], "block_size=0 given, at least 1 wanted"),
+        (["block_size=-3"], "block_size=-3 given, at least 1 wanted"),
+        (
+            ["weight_threshold=0.01", "l1_warmup_steps=2400"],
+            "l1_warmup_steps=2400 given, fewer than steps=2400 wanted: weight_threshold acts after",
+        ),
+        (
+            ["preset=tiny-weight-sparse", "target_density=1"],
+            "a target_density below 1, l1_weight, l1_block or weight_threshold wanted, or "
+            "sparse_from=0 (--set sparse_from=0) to keep all weights",
+        ),
         (["l1_block=1", "target_density=0.001"], "less than one block of an FFN weight"),
         (["target_density=0.1", "target_density_step=2401"], "at most steps=2400 wanted"),
         (
@@ -202,6 +213,9 @@ def test_settings_of_weight_sparsity_that_do_not_fit_are_refused_in_one_line(ove
         ["l1_weight=1"],
         ["l1_block=1", "block_size=128"],
         ["weight_threshold=0.01", "sparse_from=900"],
+        ["weight_threshold=0.01", "l1_warmup_steps=2399"],
+        ["l1_warmup_steps=2400"],
+        ["preset=tiny-weight-sparse", "target_density=1", "sparse_from=0"],
         ["target_density=0.1", "sparse_from=2400", "target_density_step=2400"],
         ["target_density=0.1", "l1_weight=0.2", "sparse_from=400"],
         ["target_density=0.1", "sparse_format=block_ell", "block_size=8"],

@@ -49,6 +49,19 @@ def test_an_existing_path_is_refused_and_left_as_it_is(tmp_path, taken_by):
     assert taken_by != "folder" or [item.name for item in path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("place", ["step-99", "more/run", "."])
+def test_the_checkpoints_of_another_run_are_left_alone(run, place):
+    """What is added there would be the checkpoint that it goes on from."""
+    before = sorted(run.path.rglob("*"))
+    other = RunFolder(run.checkpoints_path / place)
+    for attempt in (other.require_new, lambda: other.create(TrainConfig())):
+        with pytest.raises(TwellError, match="lies among the checkpoints of the run .*/run, ") as e:
+            attempt()
+        assert "\n" not in str(e.value)
+    assert sorted(run.path.rglob("*")) == before
+    RunFolder(run.path / "other").create(TrainConfig())
+
+
 def test_an_existing_run_is_refused_with_the_command_to_go_on(run):
     save(run, 1)
     with pytest.raises(TwellError, match="twell train --resume"):

@@ -187,6 +187,36 @@ def test_a_threshold_leaves_nothing_smaller(config):
         assert np.abs(left).min() >= np.float32(0.01)
 
 
+@pytest.mark.parametrize("overrides", [BLOCKS, ["l1_block=1e-6"]], ids=str)
+def test_a_threshold_goes_by_the_root_mean_square_of_blocks(config, overrides):
+    config = with_overrides(
+        config,
+        [
+            "target_density=1",
+            "sparse_from=0",
+            "l1_warmup_steps=0",
+            "weight_threshold=0.015",
+            *overrides,
+        ],
+    )
+    trainer = make_trainer(config)
+    for ffn in trainer.model.ffn_layers:
+        ffn.down.value *= 2  # they start smaller
+    for parameter in ffn_parameters(trainer):
+        parameter.value[5:10, :5] *= 0.3
+    trainer.take_step()
+    for parameter in ffn_parameters(trainer):
+        blocks = [
+            parameter.value[top : top + 5, left : left + 5]
+            for top in range(0, 24, 5)
+            for left in range(0, 16, 5)
+        ]
+        kept = [block for block in blocks if block.any()]
+        assert 0 < len(kept) < len(blocks)
+        assert all(np.sqrt(np.square(block).mean()) >= 0.015 for block in kept)
+        assert min(np.abs(block).min() for block in kept) < 0.015
+
+
 def test_without_settings_for_it_no_weight_becomes_zero(config):
     config = with_overrides(config, ["target_density=1", "sparse_from=0"])
     trainer = make_trainer(config)
@@ -259,6 +289,14 @@ def test_l1_weight_is_the_largest_strength_of_the_controller(config):
         (["l1_weight=1000"], "try a smaller l1_weight"),
         (["l1_block=1000"], "try a smaller l1_block"),
         (["weight_threshold=100"], "try a smaller weight_threshold"),
+        (["weight_threshold=100", *BLOCKS], "try a smaller weight_threshold"),
+        (["weight_threshold=100", "l1_weight=0.1"], "smaller weight_threshold or l1_weight"),
+        (["weight_threshold=100", "l1_block=0.1"], "smaller weight_threshold or l1_block"),
+        (["weight_threshold=0.01", "l1_weight=1000"], "try a smaller l1_weight"),
+        (["weight_threshold=0.01", "l1_block=1000"], "try a smaller l1_block"),
+        (["target_density=0.1", "l1_weight=1000"], "try a smaller l1_weight"),
+        (["target_density=0.1", "l1_block=1000"], "try a smaller l1_block"),
+        (["target_density=0.1", "weight_threshold=100"], "try a smaller weight_threshold"),
     ],
 )
 def test_a_weight_without_an_entry_stops_the_run_in_one_line(tmp_path, config, overrides, advice):
@@ -279,17 +317,27 @@ def test_a_weight_without_an_entry_stops_the_run_in_one_line(tmp_path, config, o
         assert all(ffn.weight_density > 0 for ffn in model.ffn_layers)
 
 
-def test_a_controller_that_empties_one_weight_is_stopped(config):
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (["l1_weight=1"], "try a smaller l1_weight"),
+        ([], "try l1_weight below 0.1, its value with a target_density"),
+        (BLOCKS, "try l1_block below 0.01, its value with a target_density"),
+    ],
+    ids=str,
+)
+def test_a_controller_that_empties_one_weight_is_stopped(config, overrides, advice):
+    config = with_overrides(config, overrides)
     trainer = make_trainer(config)
     small = trainer.model.ffn_layers[1].down
     step_to(trainer, 5)
     small.value[...] = 1e-6
     trainer.optimizer.first_moment[small.name][...] = 0
     small.grad_buffer = lambda: np.zeros_like(small.value)
-    trainer.weight_sparsity = WeightSparsity(with_overrides(config, ["l1_weight=1"]))
+    trainer.weight_sparsity = WeightSparsity(config)
     with pytest.raises(StepFailed, match=f"step 6: no weight of {small.name}") as caught:
         trainer.take_step()
-    assert caught.value.advice.startswith("try a larger target_density")
+    assert caught.value.advice == advice
 
 
 # ---------------------------------------------------------------------- frozen zeros
@@ -431,6 +479,28 @@ def test_a_run_reports_and_saves_what_is_left(tmp_path, config, overrides):
     moments = read_tensors(checkpoint / "optimizer.safetensors")
     for parameter in (parameter for ffn in model.ffn_layers for parameter in ffn.parameters()):
         assert moments[f"first_moment.{parameter.name}"].shape == parameter.value.shape
+
+
+class Notes(Reporter):
+    """Collects the lines that a run shows by the way."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize("sparse_format", ["csr", "block_ell"])
+@pytest.mark.parametrize(("density", "notes"), [(0.3, 1), (0.08, 0)])
+def test_zeros_too_few_to_be_faster_are_noted_once(tmp_path, config, sparse_format, density, notes):
+    overrides = [f"sparse_format={sparse_format}", f"target_density={density}"]
+    report = Notes()
+    quiet_train(with_overrides(config, overrides), tmp_path / "run", report=report)
+    assert len(report.lines) == notes
+    for line in report.lines:
+        assert f"FFN weights are left, as {sparse_format}, which is slower than dense" in line
+        assert "\n" not in line
 
 
 @pytest.mark.parametrize("stops", [[3], [7], [8], [9], [4, 8, 11]], ids=str)

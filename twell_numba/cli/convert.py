@@ -33,7 +33,8 @@ _FORMATS = {"csr": "csr", "block-ell": "block_ell", "dense": "dense"}
     "--weight-threshold",
     type=float,
     metavar="X",
-    help="Set weights of a smaller magnitude than X to zero.",
+    help="Set weights of a smaller magnitude than X to zero; with --to block-ell, blocks of a "
+    "smaller root mean square.",
 )
 @click.option(
     "--target-density",

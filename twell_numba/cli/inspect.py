@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from twell_numba.cli.options import common_options, json_option
-from twell_numba.cli.text import bytes_text, print_histogram, print_table
+from twell_numba.cli.text import bytes_text, note, print_histogram, print_table
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.models.reading import exists, is_file
 
@@ -48,6 +48,8 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     else:
         description = describe.describe_checkpoint(path)
         show = _show_checkpoint
+        if remark := _remark(description):
+            note(remark)
     if picture is not None:
         from twell_numba.formats import load
         from twell_numba.infer.plot import plot_matrix
@@ -58,6 +60,22 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
         click.echo(json.dumps(description, indent=2))
     else:
         show(description)
+
+
+def _remark(description: dict[str, Any]) -> str | None:
+    """Say in one line why figures are missing from the description of a checkpoint."""
+    missing = description["missing_tensors"]
+    if missing:
+        return (
+            f"{description['checkpoint']} lacks {missing[0]} ({len(missing)} in all), "
+            f"without which the model cannot be used; fetch or save it again"
+        )
+    if any(layer["nonzeros"] is None for layer in description["ffn_layers"]):
+        return (
+            f"{description['checkpoint']} holds feedforward weights of a dtype that is not "
+            f"supported, so that their zeros are not counted; save it as float32 or bfloat16"
+        )
+    return None
 
 
 def _show_checkpoint(description: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ sparse format, ``csr`` or ``block_ell``: that is then their path, and nothing of
 dense weights is made on it.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -43,9 +44,12 @@ _FAMILIES: dict[str, ModuleType] = {
 # were even at 0.12 to 0.16 beside a BLAS with AVX-512, at 0.2 to 0.25 beside one with AVX2.
 AUTO_DENSITY = 0.1
 
-# Below these fractions of stored weights the sparse paths are faster than dense.
-CSR_DENSITY = 0.1
-BLOCK_ELL_DENSITY = 0.1
+# Below these fractions of weights stored, a layer held in CSR or block-ELL is faster than the dense
+# one. Measured (`twell bench weights`) on 2 cores at D = 512, F = 2048: for one token they are even
+# at 0.08 to 0.1 and 0.23; for 1024 tokens at 0.21 to 0.4 and above 0.4, so that one token decides.
+CSR_DENSITY = 0.08
+BLOCK_ELL_DENSITY = 0.2
+DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 
 # `auto` counts what fired once in so many tokens: at every call of a batch, but not for every token
 # of a generated text, where counting would cost a tenth of the layer's time.
@@ -123,6 +127,8 @@ class FeedForward:
     ------
     ValueError
         If the weights are not of one shape (F, D) and one format, or the path does not fit.
+    TypeError
+        If a weight is neither an array, nor a CSRMatrix or BlockELLMatrix.
     """
 
     operation: ClassVar[str]
@@ -165,10 +171,10 @@ class FeedForward:
 
     @property
     def weight_density(self) -> float:
-        """Fraction of the weights that is not zero."""
+        """Fraction of the weights that is not zero; 0 for a layer without neurons."""
         parameters = self.parameters()
         nonzeros = sum(parameter.count_nonzero() for parameter in parameters)
-        return nonzeros / sum(parameter.size for parameter in parameters)
+        return nonzeros / max(1, sum(parameter.size for parameter in parameters))
 
     def hold_weights(self, weight_format: str, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         """Hold the weights in another format, where zeros are left out.
@@ -181,23 +187,21 @@ class FeedForward:
         ----------
         weight_format : {"dense", "csr", "block_ell"}
         block_size : int
-            b of ``block_ell``; at most D and F.
+            b of ``block_ell``; at most D and F, or 1 for a layer without neurons.
 
         Raises
         ------
         ValueError
             If the format is not known, or the blocks are larger than the weights.
+        TypeError
+            If block_size is no whole number.
         """
         if weight_format not in WEIGHT_FORMATS:
             raise ValueError(
                 f"weight format {weight_format!r} given, one of {', '.join(WEIGHT_FORMATS)} wanted"
             )
-        smallest = min(self.parameters()[0].shape)
-        if weight_format == "block_ell" and not 1 <= block_size <= smallest:
-            raise ValueError(
-                f"block_size {block_size} given, 1 to {smallest} wanted for weights of shape "
-                f"{self.parameters()[0].shape}"
-            )
+        if weight_format == "block_ell":
+            _require_block_size(block_size, self.parameters()[0].shape)
         for name in self.weight_names:
             parameter = getattr(self, name)
             weights = _held_as(parameter.operand, weight_format, block_size)
@@ -209,9 +213,20 @@ class FeedForward:
     def hold_fastest(self, block_size: int | None = None) -> None:
         """Hold the weights as :func:`fastest_format` says, for inference.
 
-        Blocks are of the size that the weights are held in already, or 16, if none is given.
+        Blocks are of the size that the weights are held in already, or 16 (less in a smaller
+        layer), if none is given.
+
+        Raises
+        ------
+        ValueError
+            If the blocks are larger than the weights.
+        TypeError
+            If block_size is no whole number.
         """
-        block_size = block_size or self.block_size or DEFAULT_BLOCK_SIZE
+        shape = self.parameters()[0].shape
+        if block_size is None:
+            block_size = self.block_size or min(DEFAULT_BLOCK_SIZE, _largest_block_size(shape))
+        _require_block_size(block_size, shape)
         operands = [parameter.operand for parameter in self.parameters()]
         self.hold_weights(fastest_format(operands, block_size), block_size)
 
@@ -339,6 +354,8 @@ def fastest_format(weights: list[Operand], block_size: int = DEFAULT_BLOCK_SIZE)
         b of the block-ELL format that is considered.
     """
     size = sum(weight.shape[0] * weight.shape[1] for weight in weights)
+    if size == 0:
+        return "dense"
     density = sum(_count_nonzero(weight) for weight in weights) / size
     if density >= max(CSR_DENSITY, BLOCK_ELL_DENSITY):
         return "dense"  # blocks can only store more
@@ -388,6 +405,22 @@ def _held_as(weights: Operand, weight_format: str, block_size: int) -> Operand:
     if weight_format == "csr":
         return getattr(CSRMatrix, convert)(weights)
     return getattr(BlockELLMatrix, convert)(weights, block_size=block_size)
+
+
+def _largest_block_size(shape: tuple[int, ...]) -> int:
+    return max(1, min(shape))
+
+
+def _require_block_size(block_size: int, shape: tuple[int, ...]) -> None:
+    try:
+        operator.index(block_size)
+    except TypeError:
+        raise TypeError(f"block_size {block_size!r} given, a whole number wanted") from None
+    largest = _largest_block_size(shape)
+    if not 1 <= block_size <= largest:
+        raise ValueError(
+            f"block_size {block_size} given, 1 to {largest} wanted for weights of shape {shape}"
+        )
 
 
 def _require_alike(parameters: list[Parameter]) -> None:

@@ -163,7 +163,18 @@ class SparseParameter(Parameter):
 
 
 def make_parameter(name: str, weights: Operand) -> Parameter:
-    """Return a parameter that holds an array or a sparse matrix, without a copy."""
+    """Return a parameter that holds an array or a sparse matrix, without a copy.
+
+    Raises
+    ------
+    TypeError
+        If it is neither an array, nor a CSRMatrix or BlockELLMatrix.
+    """
     if isinstance(weights, np.ndarray):
         return Parameter(name, weights)
-    return SparseParameter(name, weights)
+    if isinstance(weights, CSRMatrix | BlockELLMatrix):
+        return SparseParameter(name, weights)
+    raise TypeError(
+        f"{name} of type {type(weights).__name__} given, a NumPy array, CSRMatrix or "
+        f"BlockELLMatrix wanted"
+    )

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.formats import SparseMatrix
+from twell_numba.formats import BlockELLMatrix, SparseMatrix
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.layers.ffn import PATHS_OF_FORMAT
 from twell_numba.layers.parameter import Operand
@@ -49,6 +49,9 @@ from twell_numba.models.transformer import Transformer
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+# Of a run, see twell_numba.train.run_folder.
+CHECKPOINTS_NAME = "checkpoints"
+SETTINGS_NAME = "config.toml"
 _FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -165,13 +168,16 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
     TwellError
         If there is no checkpoint, or the system lets nobody look.
     """
+    written = os.fspath(path)
     path = Path(path)
+    if not written.strip():
+        raise TwellError(f"{written!r} given, the folder of a run or a checkpoint wanted")
     if not is_folder(path):
         given = "is a file" if exists(path) else "does not exist"
         raise TwellError(f"{path} {given}: the folder of a run or a checkpoint wanted")
     if is_file(path / CONFIG_NAME):
         return path
-    steps = checkpoint_steps(path / "checkpoints") or checkpoint_steps(path)
+    steps = checkpoint_steps(path / CHECKPOINTS_NAME) or checkpoint_steps(path)
     if not steps:
         raise TwellError(
             f"{path} holds no checkpoint: a run that has saved one, or a folder with "
@@ -197,6 +203,32 @@ def checkpoint_steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
         raise unreadable(folder, error) from error
     matches = ((re.fullmatch(r"step-([0-9]{1,18})", path.name), path) for path in paths)
     return {int(match[1]): path for match, path in matches if match and is_folder(path)}
+
+
+def run_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
+    """Return the run of which a path is, or lies in, the folder of checkpoints; None without one.
+
+    Whatever is written there changes from where the run goes on.
+
+    Raises
+    ------
+    TwellError
+        If the system lets nobody look.
+    """
+    path = Path(os.path.realpath(path))
+    for folder in (path, *path.parents):
+        if folder.name == CHECKPOINTS_NAME and is_file(folder.parent / SETTINGS_NAME):
+            return folder.parent
+    return None
+
+
+def stored_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Return the names of the tensors in a file that hold each parameter, by its name."""
+    sparse = set() if config.ffn_weight_format == "dense" else set(config.ffn_weight_names())
+    return {
+        name: tensor_names(name, config.ffn_weight_format) if name in sparse else [name]
+        for name in config.parameter_shapes()
+    }
 
 
 def _tensors_of(name: str, weights: Operand) -> dict[str, np.ndarray]:
@@ -227,21 +259,17 @@ def _load_weights(path: Path, config: ModelConfig) -> dict[str, Operand]:
     tensors = read_tensors(path)
     if config.tied_embeddings:
         _drop_copy_of_tied_head(path, tensors)
-    shapes = config.parameter_shapes()
-    sparse = set() if config.ffn_weight_format == "dense" else set(config.ffn_weight_names())
-    stored_names = {
-        name: tensor_names(name, config.ffn_weight_format) if name in sparse else [name]
-        for name in shapes
-    }
-    _require_names(path, tensors, [each for names in stored_names.values() for each in names])
+    names = stored_names(config)
+    _require_names(path, tensors, [each for group in names.values() for each in group])
     weights: dict[str, Operand] = {}
-    for name, shape in shapes.items():
+    for name, shape in config.parameter_shapes().items():
         # popped, so that only one copy of each is held
-        stored = {each: tensors.pop(each) for each in stored_names[name]}
-        if name in sparse:
-            weights[name] = _sparse_weight(path, name, config, stored)
-        else:
+        stored = {each: tensors.pop(each) for each in names[name]}
+        if name in stored:  # the arrays of a sparse weight have longer names
             weights[name] = _dense_weight(path, name, shape, stored[name])
+        else:
+            weights[name] = _sparse_weight(path, name, config, stored)
+    _require_one_block_size(path, weights)
     return weights
 
 
@@ -281,6 +309,22 @@ def _sparse_weight(
         raise TwellError(
             f"{path} has {name} that is not valid ({error}); fetch or save it again"
         ) from error
+
+
+def _require_one_block_size(path: Path, weights: dict[str, Operand]) -> None:
+    """Refuse blocks of several sizes in a model, of which each weight is valid by itself."""
+    sizes = {
+        name: matrix.block_size
+        for name, matrix in weights.items()
+        if isinstance(matrix, BlockELLMatrix)
+    }
+    for name, size in sizes.items():
+        first = next(iter(sizes))
+        if size != sizes[first]:
+            raise TwellError(
+                f"{path} has {name} that is not valid (blocks of {size} rows given beside blocks "
+                f"of {sizes[first]} in {first}, one size wanted); fetch or save it again"
+            )
 
 
 def _require_float(path: Path, name: str, stored: np.ndarray) -> None:

@@ -69,6 +69,12 @@ def from_huggingface(content: Mapping[str, Any]) -> ModelConfig:
     model_type = content.get("model_type")
     weight_format = content.get(WEIGHT_FORMAT_KEY, "dense")
     known = MODEL_TYPES if weight_format == "dense" else SPARSE_MODEL_TYPES
+    if weight_format == "dense" and model_type in list(SPARSE_MODEL_TYPES.values()):
+        given = f"{shown(weight_format)} given" if WEIGHT_FORMAT_KEY in content else "missing"
+        raise TwellError(
+            f"{WEIGHT_FORMAT_KEY} {given} with model_type {shown(model_type)}, 'csr' or "
+            f"'block_ell' wanted, as the weights are stored; put the key back as it was saved"
+        )
     if ffn not in list(known) or model_type != known[ffn]:
         raise TwellError(
             f"model_type {shown(model_type)} with ffn {shown(ffn)} and {WEIGHT_FORMAT_KEY} "

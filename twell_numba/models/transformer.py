@@ -28,7 +28,8 @@ class Transformer:
     weights : numpy.random.Generator or mapping of str to ndarray
         Where the parameters' values come from: drawn by a generator, or given by name (see
         :meth:`ModelConfig.parameter_shapes`) and held without a copy. Those of the feedforward
-        layers may be sparse matrices, all of one format: CSRMatrix or BlockELLMatrix.
+        layers may be sparse matrices, all of one format: CSRMatrix, or BlockELLMatrix with blocks
+        of one size.
     dtype : dtype
         float32, or float64 for checking gradients. Given values are converted to it.
     ffn_path : {"auto", "dense", "twell", "csr", "block_ell"}
@@ -46,7 +47,10 @@ class Transformer:
         If the config is not valid.
     ValueError
         If dtype is another one, given values lack a parameter, have one too many, one of another
-        shape or feedforward weights of several formats, or the path does not fit these.
+        shape or feedforward weights of several formats or block sizes, or the path does not fit
+        these.
+    TypeError
+        If a given value is neither an array nor a sparse matrix.
     """
 
     def __init__(
@@ -197,16 +201,17 @@ class Transformer:
         Raises
         ------
         ValueError
-            If they differ from layer to layer.
+            If they, or the sizes of blocks, differ from layer to layer.
         """
-        formats = [ffn.weight_format for ffn in self.ffn_layers]
-        for layer, weight_format in enumerate(formats):
-            if weight_format != formats[0]:
+        formats = [(ffn.weight_format, ffn.block_size) for ffn in self.ffn_layers]
+        for layer, held in enumerate(formats):
+            if held != formats[0]:
                 raise ValueError(
-                    f"layer {layer} holds its weights as {weight_format}, layer 0 as "
-                    f"{formats[0]}; one format for all layers wanted, see hold_ffn_weights"
+                    f"layer {layer} holds its weights as {_format_text(*held)}, layer 0 as "
+                    f"{_format_text(*formats[0])}; one format for all layers wanted, see "
+                    f"hold_ffn_weights"
                 )
-        return formats[0]
+        return formats[0][0]
 
     def hold_ffn_weights(self, weight_format: str, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         """Hold the weights of all feedforward layers in another format.
@@ -253,6 +258,10 @@ class Transformer:
         return batch, cos, sin
 
 
+def _format_text(weight_format: str, block_size: int | None) -> str:
+    return weight_format if block_size is None else f"{weight_format} with blocks of {block_size}"
+
+
 def _dense(name: str, value: Operand, dtype: np.dtype) -> np.ndarray:
     if isinstance(value, SparseMatrix):
         raise ValueError(f"{name} given as a sparse matrix; an array wanted for all but FFNs")
@@ -275,5 +284,10 @@ def _require_shapes(config: ModelConfig, values: Mapping[str, Operand]) -> None:
     if unexpected := values.keys() - shapes.keys():
         raise ValueError(f"{min(unexpected)} among the weights, which this config has no place for")
     for name, shape in shapes.items():
+        if not isinstance(values[name], np.ndarray | SparseMatrix):
+            raise TypeError(
+                f"{name} of type {type(values[name]).__name__} given, a NumPy array or sparse "
+                f"matrix wanted"
+            )
         if values[name].shape != shape:
             raise ValueError(f"{name} of shape {values[name].shape} given, shape {shape} wanted")
