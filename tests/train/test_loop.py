@@ -73,6 +73,17 @@ def text_file(tmp_path_factory):
     return file
 
 
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored():
+    """Under ``nohup`` SIGHUP is, in these tests and in the processes they start."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="module")
 def config(text_file):
     return TrainConfig(
@@ -951,7 +962,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, text_file, signal_number
             if line.startswith("step"):
                 process.send_signal(signal_number)
                 break
-        output, notes = process.communicate(timeout=60)
+        try:
+            output, notes = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == exit_code, notes
     assert "finishing this step" in notes
     assert f"go on with: twell train --resume '{run}'" in output
