@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,3 +43,47 @@ def gradient_check() -> Callable[..., None]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.check_gradients
+
+
+def _load() -> ModuleType:
+    # the test folders are no packages, so the file is loaded by its path
+    path = Path(__file__).with_name("gpu_machine.py")
+    spec = importlib.util.spec_from_file_location("gpu_machine", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_machine = _load()
+
+
+@pytest.fixture(params=gpu_machine.MACHINES)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU: emulated, and with ``-m gpu`` the real one."""
+    return gpu_machine.machine(request.param, monkeypatch)
+
+
+@pytest.fixture
+def real_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The real GPU, for tests marked ``gpu``."""
+    return gpu_machine.machine("real", monkeypatch).gpu
+
+
+@pytest.fixture(params=gpu_machine.FLOATS)
+def precision(request: pytest.FixtureRequest) -> Any:
+    """``(dtype, relative error allowed)``."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def relative_error() -> Any:
+    """``relative_error(actual, expected)``, norm-wise."""
+    return gpu_machine.relative_error
+
+
+@pytest.fixture(scope="session")
+def rounded() -> Any:
+    """``rounded(array, dtype)`` returns it in the dtype, and the same numbers in float64."""
+    return gpu_machine.rounded

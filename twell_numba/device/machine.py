@@ -31,7 +31,16 @@ REQUIRED_PACKAGES = (
     "tokenizers",
     "threadpoolctl",
 )
-GPU_PACKAGES = ("numba-cuda", "cuda-python", "cuda-bindings")
+GPU_PACKAGES = (
+    "numba-cuda",
+    "cuda-python",
+    "cuda-bindings",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvmath-python",
+    "nvidia-cublas",
+)
 
 # Vector instruction sets worth naming, widest first, as LLVM calls them.
 SIMD_FEATURES = (

@@ -1,0 +1,341 @@
+"""A GPU for tests where there is none: kernels run as plain Python, thread after thread.
+
+What is emulated are memory, copies and launches; arrays, kernels' wrappers and the kernels' own
+source are the real ones. Reading or writing outside of an array raises, new memory is all ones
+(NaN, -1), and threads that wait for others which never come raise too. Blocks are smaller than on a
+GPU.
+"""
+
+import ast
+import ctypes
+import functools
+import inspect
+import math
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from twell_numba.device.gpu import array as array_module
+from twell_numba.device.gpu import gemm, language, launch
+from twell_numba.device.gpu.stream import Stream
+
+MOST_THREADS = 64  # of a block
+
+
+class Memory:
+    """A block of the host's memory, which stands for the GPU's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.full(nbytes + 64, 0xFF, np.uint8)
+        self.pointer = self._bytes.ctypes.data
+        self.nbytes = nbytes
+        self.graph = None
+
+
+class EmulatedStream(Stream):
+    """Does everything at once."""
+
+    def __init__(self, gpu: "EmulatedGPU", handle: int = 77) -> None:
+        self.gpu = gpu  # type: ignore[assignment]
+        self.capture = None
+        self.handle = handle
+        self._stream = self
+        self.waited_for: list[Any] = []
+        self.handed_over_to: list[int] = []
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, other: Any) -> None:
+        self.waited_for.append(other)
+
+    def wait_for_foreign(self, handle: int) -> None:
+        self.waited_for.append(handle)
+
+    def hand_over_to_foreign(self, handle: int) -> None:
+        self.handed_over_to.append(handle)
+
+
+class EmulatedGPU:
+    """Stands for ``twell_numba.device.gpu.GPU``."""
+
+    def __init__(self, device_id: int = 0) -> None:
+        self.id = device_id
+        self.name = "emulated"
+        self.target = "75"
+        self.multiprocessors = 2
+        self.memory = self
+        self.stream = EmulatedStream(self)
+        self.regions: dict[int, int] = {}
+        self.launches: list[tuple[str, int]] = []
+
+    def make_current(self) -> None:
+        pass
+
+    def allocate(self, nbytes: int, stream: Any) -> Memory:
+        assert nbytes > 0, "an allocation of nothing"
+        memory = Memory(nbytes)
+        self.regions[memory.pointer] = nbytes
+        weakref.finalize(memory, self.regions.pop, memory.pointer)
+        return memory
+
+    def region_of(self, address: int) -> tuple[int, int]:
+        """Return where the block that holds an address begins and ends."""
+        for start, nbytes in self.regions.items():
+            if start <= address < start + nbytes:
+                return start, start + nbytes
+        raise MemoryError(f"address {address:#x} was never allocated")
+
+    # ------------------------------------------------------------------ the driver
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Stand for the driver's functions on memory."""
+        if function in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
+            target, source, nbytes, _ = arguments
+            assert nbytes > 0, "a copy of nothing"
+            ctypes.memmove(target, source, nbytes)
+        elif function == "cuMemsetD8Async":
+            target, value, nbytes, _ = arguments
+            ctypes.memset(target, value, nbytes)
+        else:
+            raise NotImplementedError(function)
+
+    def load(self, kernel: launch.Kernel, key: tuple[Any, ...], gpu: Any) -> Any:
+        """Stand for ``Kernel._load``: return what :meth:`launch` runs."""
+        return kernel, key[:-1]
+
+    def launch(self, stream: Any, configuration: Any, loaded: Any, *values: Any) -> None:
+        """Stand for ``cuda.core.launch``."""
+        kernel, kinds = loaded
+        blocks = configuration.grid[0]
+        self.launches.append((kernel.name, blocks))
+        run_kernel(kernel, blocks, list(map(self._argument, kinds, values)))
+
+    def _argument(self, kind: str, value: Any) -> Any:
+        if not kind.endswith("*"):
+            return value
+        if value == 0:
+            return Pointer(0, 0, 0, np.dtype(np.uint8))
+        name = kind[:-1]
+        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        return Pointer(value, *self.region_of(value), dtype)
+
+
+class Pointer:
+    """A pointer that knows the block it points into."""
+
+    def __init__(self, address: int, start: int, end: int, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.arithmetic = np.float32 if dtype.itemsize == 2 and dtype.kind != "u" else dtype.type
+        first, last = (start - address) // dtype.itemsize, (end - address) // dtype.itemsize
+        assert first <= 0
+        self._limit = last
+        self._items = (
+            np.frombuffer((ctypes.c_char * max(end - address, 0)).from_address(address), dtype)[
+                : max(last, 0)
+            ]
+            if end
+            else np.empty(0, dtype)
+        )
+
+    def check(self, index: Any) -> int:
+        index = int(index)
+        if not 0 <= index < self._limit:
+            raise IndexError(f"index {index} outside of an array of {self._limit}")
+        return index
+
+    def read(self, index: Any) -> Any:
+        return self.arithmetic(self._items[self.check(index)])
+
+    def write(self, index: Any, value: Any) -> None:
+        with np.errstate(over="ignore"):
+            self._items[self.check(index)] = self.arithmetic(value)
+
+
+class Block:
+    """The threads of a block, run in turn from one point where they meet to the next."""
+
+    def __init__(self, index: int, blocks: int, threads: int) -> None:
+        self.index, self.blocks, self.threads = index, blocks, threads
+        self.thread = 0
+        self.shared: dict[Any, np.ndarray] = {}
+
+    def run(self, function: Any, arguments: list[Any]) -> None:
+        """Run ``function``, a generator that yields where threads meet, as every thread."""
+        running = [function(*arguments) for _ in range(self.threads)]
+        answers: list[Any] = [None] * self.threads
+        while True:
+            requests: list[Any] = []
+            for warp in range(0, self.threads, 32):
+                requests += self._run_warp(running, answers, warp)
+            if all(request is None for request in requests):
+                return
+            assert None not in requests, "threads wait at a barrier that others never reach"
+            assert len({request[0] for request in requests}) == 1, "threads wait at two barriers"
+            flag = any(request[1] for request in requests)
+            answers = [flag] * self.threads
+
+    def _run_warp(self, running: list[Any], answers: list[Any], warp: int) -> list[Any]:
+        """Run a warp until all its threads are at a barrier of the block, or at their end."""
+        lanes = range(warp, warp + 32)
+        while True:
+            requests = []
+            for lane in lanes:
+                self.thread = lane
+                try:
+                    requests.append(running[lane].send(answers[lane]))
+                except StopIteration:
+                    requests.append(None)
+            if not any(request and request[0] == "shuffle" for request in requests):
+                return requests
+            assert None not in requests, "threads shuffle with some that have ended"
+            assert len({request[::2] for request in requests}) == 1, "threads at two shuffles"
+            distance = requests[0][2]
+            for lane in lanes:
+                answers[lane] = requests[(lane - warp) ^ distance][1]
+
+
+def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None:
+    """Run all threads of all blocks, block after block."""
+    function = _as_generator(kernel.function)
+    for index in range(blocks):
+        _Cuda.block = Block(index, blocks, _threads(kernel))
+        with np.errstate(all="ignore"):
+            _Cuda.block.run(function, arguments)
+
+
+def _threads(kernel: launch.Kernel) -> int:
+    return min(kernel.options.threads, MOST_THREADS)
+
+
+class _Meetings(ast.NodeTransformer):
+    """Turns calls in which threads meet into ``yield``, and device functions into generators."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.decorator_list = []
+        node.body.insert(0, ast.parse("if False: yield").body[0])  # a generator in any case
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = ast.unparse(node.func)
+        if name in ("cuda.syncthreads", "cuda.syncthreads_or"):
+            flag: ast.expr = node.args[0] if node.args else ast.Constant(False)
+            return ast.Yield(ast.Tuple([ast.Constant(name), flag], ast.Load()))
+        if name == "cuda.shfl_xor_sync":
+            request = [ast.Constant("shuffle"), *node.args[1:]]
+            return ast.Yield(ast.Tuple(request, ast.Load()))
+        if getattr(self._namespace.get(name), "py_func", None) is not None:
+            return ast.YieldFrom(node)
+        return node
+
+
+@functools.cache
+def _as_generator(function: Any) -> Any:
+    """Return a function with what the GPU's language means replaced by its emulation."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree = ast.fix_missing_locations(_Meetings(function.__globals__).visit(source))
+    namespace = dict(function.__globals__)
+    for name, value in function.__globals__.items():
+        if name in _EMULATED and value is getattr(language, name, None):
+            namespace[name] = _EMULATED[name]
+        elif getattr(value, "py_func", None) is not None and name in function.__code__.co_names:
+            namespace[name] = _as_generator(value.py_func)
+        elif value is math:
+            namespace[name] = _Math
+    exec(compile(tree, inspect.getsourcefile(function) or "kernel", "exec"), namespace)
+    return namespace[function.__name__]
+
+
+class _Math:
+    """Functions of ``math`` as a GPU has them: of the argument's type, NaN instead of errors."""
+
+    nan, inf = np.nan, np.inf
+    exp, log, sqrt = staticmethod(np.exp), staticmethod(np.log), staticmethod(np.sqrt)
+
+
+class _Index:
+    """``cuda.threadIdx`` and the like, in the one dimension used."""
+
+    def __init__(self, read: Callable[[Block], int]) -> None:
+        self._read = read
+
+    @property
+    def x(self) -> int:
+        return self._read(_Cuda.block)
+
+
+class _Shared:
+    @staticmethod
+    def array(size: int, dtype: Any) -> np.ndarray:
+        frame = sys._getframe(1)
+        place = (frame.f_code, frame.f_lasti)  # threads that come to one line share one array
+        return _Cuda.block.shared.setdefault(place, np.full(size, -1, dtype))
+
+
+class _Local:
+    @staticmethod
+    def array(size: int, dtype: Any) -> np.ndarray:
+        return np.full(size, -1, dtype)
+
+
+class _Cuda:
+    block: Block
+    threadIdx = _Index(lambda block: block.thread)
+    blockIdx = _Index(lambda block: block.index)
+    blockDim = _Index(lambda block: block.threads)
+    gridDim = _Index(lambda block: block.blocks)
+    shared = _Shared
+    local = _Local
+
+
+class _Types:
+    """Numba's types, where they are used as casts and as dtypes of shared arrays."""
+
+    int32, int64, uint64 = np.int32, np.int64, np.uint64
+    float32, float64 = np.float32, np.float64
+
+
+def _load(pointer: Pointer, index: Any) -> Any:
+    return pointer.read(index)
+
+
+def _store(pointer: Pointer, index: Any, value: Any) -> None:
+    pointer.write(index, value)
+
+
+def _number(pointer: Pointer, value: Any) -> Any:
+    return pointer.arithmetic(value)
+
+
+def _arithmetic_type(pointer: Pointer) -> Any:
+    return pointer.arithmetic
+
+
+_EMULATED = {
+    "arithmetic_type": _arithmetic_type,
+    "cuda": _Cuda,
+    "types": _Types,
+    "load": _load,
+    "store": _store,
+    "number": _number,
+}
+
+
+def install(monkeypatch: Any, gpu: EmulatedGPU) -> None:
+    """Let arrays and kernels use an emulated GPU until the test ends."""
+    monkeypatch.setattr(array_module, "call", gpu.call)
+    monkeypatch.setattr(array_module, "gpu", lambda device_id=0: gpu)
+    monkeypatch.setattr(launch, "_launch", gpu.launch)
+    monkeypatch.setattr(gemm, "default_path", lambda: "tiled")
+    monkeypatch.setattr(launch.Kernel, "_load", lambda self, key, on: gpu.load(self, key, on))
+    monkeypatch.setattr(launch.Kernel, "blocks", lambda self, n: -(-n // _threads(self)))

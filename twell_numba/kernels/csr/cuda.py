@@ -1,0 +1,523 @@
+"""Products of a CSR matrix on a GPU, and feedforward layers of which it is the weights.
+
+    A @ X,  A.T @ X,  X @ A,  and the values of Y @ X.T at A's entries          A (M, K)
+
+Every number of a result is summed by one warp or thread in the order of the entries: no atomics,
+the same bits in every run. Products with the transpose go over A's entries by column; that order is
+made once for a pattern of entries, in the host's memory.
+
+For the layers see :mod:`twell_numba.kernels.sparse_ffn.cuda`.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel, require_same_gpu
+from twell_numba.device.gpu.language import (
+    global_thread,
+    grid_threads,
+    load,
+    number,
+    store,
+    types,
+    warp_sum,
+)
+from twell_numba.formats import CSRMatrix
+from twell_numba.kernels.cuda_vectors import (
+    add_unless_zero,
+    eight_zeros,
+    load_eight,
+    store_eight,
+    warp_dot,
+)
+from twell_numba.kernels.device_checks import FLOAT_DTYPES, arithmetic_dtype
+from twell_numba.kernels.sparse_ffn import cuda as layers
+from twell_numba.kernels.sparse_ffn.cuda import DeviceSparseActivations
+from twell_numba.kernels.sparse_ffn.cuda import activation_statistics as activation_statistics
+from twell_numba.kernels.sparse_ffn.cuda import (
+    activation_statistics_on_gpu as activation_statistics_on_gpu,
+)
+
+# From so many columns on, a warp's threads take a column each; with fewer they share the entries.
+WIDE = 16
+# From so many on, each thread takes eight columns.
+MANY = 128
+
+
+@dataclass(frozen=True, eq=False)
+class CSRArrays:
+    """A CSR matrix in a GPU's memory; see :class:`twell_numba.formats.CSRMatrix`.
+
+    Attributes
+    ----------
+    data : DeviceArray, shape (nnz,)
+    indices : DeviceArray of int32 or int64, shape (nnz,)
+    indptr : DeviceArray of int32 or int64, shape (rows + 1,)
+    shape : tuple of int
+    """
+
+    data: DeviceArray
+    indices: DeviceArray
+    indptr: DeviceArray
+    shape: tuple[int, int]
+
+    @classmethod
+    def from_host(cls, A: CSRMatrix, stream: Stream | None = None) -> "CSRArrays":
+        """Return a copy of a matrix in the host's memory."""
+        data, indices, indptr = (
+            from_numpy(array, stream) for array in (A.data, A.indices, A.indptr)
+        )
+        return cls(data, indices, indptr, A.shape)
+
+    def to_host(self) -> CSRMatrix:
+        """Return a copy in the host's memory."""
+        data, indices, indptr = (
+            array.to_numpy() for array in (self.data, self.indices, self.indptr)
+        )
+        return CSRMatrix(data, indices, indptr, self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the values."""
+        return self.data.dtype
+
+    def with_values(self, data: DeviceArray) -> "CSRArrays":
+        """Return a matrix of this pattern with other values; index arrays are shared."""
+        if data.shape != self.data.shape:
+            raise ValueError(f"values of shape {data.shape} given, {self.data.shape} wanted")
+        other = CSRArrays(data, self.indices, self.indptr, self.shape)
+        if "by_column" in self.__dict__:
+            other.__dict__["by_column"] = self.by_column
+        return other
+
+    @functools.cached_property
+    def by_column(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        """The transpose's pattern: where its values stand in ``data``, its indices and indptr.
+
+        Made in the host's memory, which waits for the GPU, when first needed.
+        """
+        indices, indptr = self.indices.to_numpy(), self.indptr.to_numpy().astype(np.int64)
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(indptr))
+        order = np.argsort(indices, kind="stable")
+        ends = np.cumsum(np.bincount(indices, minlength=self.shape[1]))
+        starts = np.concatenate([np.zeros(1, np.int64), ends])
+        stream = self.data.stream
+        return (
+            from_numpy(order, stream),
+            from_numpy(rows[order], stream),
+            from_numpy(starts, stream),
+        )
+
+    def transposed(self) -> "CSRArrays":
+        """Return the transpose, with its own copy of the values."""
+        order, indices, indptr = self.by_column
+        data = empty(self.data.shape, self.dtype, self.data.stream)
+        _permute(_permute.blocks(data.size), self.data, order, data, data.size)
+        return CSRArrays(data, indices, indptr, (self.shape[1], self.shape[0]))
+
+
+def csr_matmul(A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None) -> DeviceArray:
+    """Return ``A @ X``.
+
+    Zeros of ``A``, stored or not, contribute nothing, also where ``X`` is NaN or infinite.
+
+    Parameters
+    ----------
+    A : CSRArrays, shape (M, K)
+    X : DeviceArray, shape (K,) or (K, N)
+    out : DeviceArray, shape (M,) or (M, N), optional
+        Of the result's dtype; it is overwritten and returned. It may share memory with ``X``.
+
+    Returns
+    -------
+    DeviceArray, shape (M,) or (M, N)
+        Of the operands' dtype; where they differ, float32, or float64 if one is. Added up in
+        float32 or wider.
+
+    Raises
+    ------
+    TypeError
+        If an operand has the wrong type or dtype.
+    ValueError
+        If the shapes do not fit, or the arrays are on different GPUs.
+    """
+    _require_operands("A @ X", A, X=X)
+    if X.ndim not in (1, 2) or X.shape[0] != A.shape[1]:
+        _refuse_shape("A @ X", X, A, f"({A.shape[1]},) or ({A.shape[1]}, N)")
+    result = _Result((A.shape[0], *X.shape[1:]), _result_dtype(A, X), X, out)
+    _gather_columns(A, X, result.array)
+    return result.finish()
+
+
+def csr_transposed_matmul(
+    A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None
+) -> DeviceArray:
+    """Return ``A.T @ X``, of shape (K,) or (K, N); otherwise as :func:`csr_matmul`."""
+    _require_operands("A.T @ X", A, X=X)
+    if X.ndim not in (1, 2) or X.shape[0] != A.shape[0]:
+        _refuse_shape("A.T @ X", X, A, f"({A.shape[0]},) or ({A.shape[0]}, N)")
+    result = _Result((A.shape[1], *X.shape[1:]), _result_dtype(A, X), X, out)
+    _gather_columns(A.transposed(), X, result.array)
+    return result.finish()
+
+
+def csr_left_matmul(X: DeviceArray, A: CSRArrays, out: DeviceArray | None = None) -> DeviceArray:
+    """Return ``X @ A`` for ``X`` (M,) or (N, M); otherwise as :func:`csr_matmul`."""
+    _require_operands("X @ A", A, X=X)
+    inner, columns = A.shape
+    if X.ndim not in (1, 2) or X.shape[-1] != inner:
+        _refuse_shape("X @ A", X, A, f"({inner},) or (N, {inner})")
+    result = _Result((*X.shape[:-1], columns), _result_dtype(A, X), X, out)
+    B = A.transposed()
+    rows = X.size // inner if X.ndim == 2 and inner else result.array.size // max(columns, 1)
+    _left(
+        _left.blocks(rows * columns),
+        X, B.data, B.indices, B.indptr, result.array, rows, inner, columns,
+    )  # fmt: skip
+    return result.finish()
+
+
+def csr_sampled_product(
+    A: CSRArrays, Y: DeviceArray, X: DeviceArray, out: CSRArrays | None = None
+) -> CSRArrays:
+    """Return the values of ``Y @ X.T`` at the entries of ``A``, stored zeros included.
+
+    Parameters
+    ----------
+    A : CSRArrays, shape (M, K)
+        Its values are not looked at.
+    Y : DeviceArray, shape (M, D)
+    X : DeviceArray, shape (K, D)
+    out : CSRArrays, optional
+        With A's index arrays and of the result's dtype; its values are overwritten and it is
+        returned.
+
+    Returns
+    -------
+    CSRArrays
+        Of the dtype of ``Y`` and ``X``; where they differ, float32, or float64 if one is. A new one
+        shares A's index arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`csr_matmul`.
+    """
+    _require_operands("sampled product", A, Y=Y, X=X)
+    rows, columns = A.shape
+    fits = Y.ndim == X.ndim == 2 and Y.shape[1] == X.shape[1]
+    if not fits or (Y.shape[0], X.shape[0]) != (rows, columns):
+        raise ValueError(
+            f"sampled product: Y of shape {Y.shape} and X of shape {X.shape} given, "
+            f"({rows}, D) and ({columns}, D) wanted for a matrix of shape {A.shape}"
+        )
+    dtype = _common_dtype(Y.dtype, X.dtype)
+    if out is None:
+        out = A.with_values(empty(A.data.shape, dtype, A.data.stream))
+    elif out.dtype != dtype:
+        raise TypeError(f"out of dtype {out.dtype} given, {dtype} wanted")
+    elif (out.indices.pointer, out.indptr.pointer) != (A.indices.pointer, A.indptr.pointer):
+        raise ValueError("out: a matrix with other index arrays given, one with A's wanted")
+    _sample_into(out.data, A, Y, X)
+    return out
+
+
+def gated_ffn_forward(
+    x: DeviceArray, gate: CSRArrays, up: CSRArrays, down: CSRArrays
+) -> tuple[DeviceArray, DeviceSparseActivations]:
+    """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd with sparse weights.
+
+    Weights that are zero contribute nothing, whatever they meet. NaN is kept by relu.
+
+    Parameters
+    ----------
+    x : DeviceArray, shape (M, D)
+        float32, bfloat16, float16 or float64; sums are in float32 or wider.
+    gate, up, down : CSRArrays, shape (F, D)
+        Neuron-major, down too: row j belongs to neuron j. Of x's dtype.
+
+    Returns
+    -------
+    y : DeviceArray, shape (M, D)
+    activations : DeviceSparseActivations
+        What was counted in h; :func:`gated_ffn_backward` wants it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If formats, dtypes or shapes do not fit, or arrays are on different GPUs.
+    """
+    return layers.gated_ffn_forward(x, gate, up, down, _PRODUCTS)
+
+
+def gated_ffn_backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    gate: CSRArrays,
+    up: CSRArrays,
+    down: CSRArrays,
+    activations: DeviceSparseActivations,
+    l1_scale: float,
+    gate_grad: DeviceArray,
+    up_grad: DeviceArray,
+    down_grad: DeviceArray,
+) -> DeviceArray:
+    """Differentiate :func:`gated_ffn_forward`, for the weights at their stored entries alone.
+
+    Parameters
+    ----------
+    dy : DeviceArray, shape (M, D)
+    x, gate, up, down
+        As given to the forward pass.
+    activations : DeviceSparseActivations
+        From the forward pass.
+    l1_scale : float
+        dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
+    gate_grad, up_grad, down_grad : DeviceArray, shape (nnz,)
+        As each weight's ``data``, all of x's dtype, or all of float32 for x in 16 bits; changed in
+        place: the gradients are added. A stored zero has one as any other entry.
+
+    Returns
+    -------
+    dx : DeviceArray, shape (M, D)
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit the others.
+    """
+    return layers.gated_ffn_backward(
+        dy, x, gate, up, down, activations, l1_scale, gate_grad, up_grad, down_grad, _PRODUCTS
+    )
+
+
+def ffn_forward(
+    x: DeviceArray, up: CSRArrays, down: CSRArrays
+) -> tuple[DeviceArray, DeviceSparseActivations]:
+    """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
+    return layers.ffn_forward(x, up, down, _PRODUCTS)
+
+
+def ffn_backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    up: CSRArrays,
+    down: CSRArrays,
+    activations: DeviceSparseActivations,
+    l1_scale: float,
+    up_grad: DeviceArray,
+    down_grad: DeviceArray,
+) -> DeviceArray:
+    """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
+    return layers.ffn_backward(
+        dy, x, up, down, activations, l1_scale, up_grad, down_grad, _PRODUCTS
+    )
+
+
+def _add_sampled(
+    weight: CSRArrays, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
+) -> None:
+    """Add ``left[j] . right[d]`` at each stored entry (j, d)."""
+    # not yet rounded to 16 bits: the sum with the gradient is
+    products = empty(weight.data.shape, arithmetic_dtype(left.dtype), left.stream)
+    _sample_into(products, weight, left, right)
+    layers.add_arrays(gradient, products)
+
+
+_PRODUCTS = layers.Products(
+    wanted=CSRArrays,
+    values=lambda weight: weight.data,
+    matmul=csr_matmul,
+    transposed_matmul=csr_transposed_matmul,
+    add_sampled=_add_sampled,
+)
+
+
+def _sample_into(values: DeviceArray, A: CSRArrays, Y: DeviceArray, X: DeviceArray) -> None:
+    entries, width = values.size, Y.shape[1]
+    is_aligned = width % 8 == 0 and X.pointer % 16 == Y.pointer % 16 == 0
+    _sample(
+        _sample.blocks_of_warps(entries),
+        values, A.indices, A.indptr, Y, X, A.shape[0], entries, width, int(is_aligned),
+    )  # fmt: skip
+
+
+def _gather_columns(A: CSRArrays, X: DeviceArray, out: DeviceArray) -> None:
+    rows = A.shape[0]
+    columns = X.shape[1] if X.ndim == 2 else 1
+    arguments = (A.data, A.indices, A.indptr, X, out, rows, columns)
+    if columns < WIDE:
+        _gather_narrow(_gather_narrow.blocks_of_warps(rows * columns), *arguments)
+    elif columns < MANY:
+        tiles = -(-columns // 32)
+        _gather_wide(_gather_wide.blocks_of_warps(rows * tiles), *arguments, tiles)
+    else:
+        is_aligned = columns % 8 == 0 and X.pointer % 16 == out.pointer % 16 == 0
+        blocks = _gather_eight.blocks_of_warps(rows * -(-columns // 256))
+        _gather_eight(blocks, *arguments, int(is_aligned))
+
+
+class _Result:
+    """Where a product is written: to ``out``, or beside it where that shares memory with X."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, X: DeviceArray, out: DeviceArray | None
+    ) -> None:
+        self._out = out
+        if out is not None:
+            if not isinstance(out, DeviceArray):
+                raise TypeError(f"out of type {type(out).__name__} given, a DeviceArray wanted")
+            if out.dtype != dtype:
+                raise TypeError(f"out of dtype {out.dtype} given, {dtype} wanted")
+            if out.shape != shape:
+                raise ValueError(f"out of shape {out.shape} given, {shape} wanted")
+            require_same_gpu(X=X, out=out)
+        direct = out is not None and (
+            out.pointer + out.nbytes <= X.pointer or X.pointer + X.nbytes <= out.pointer
+        )
+        self.array = out if direct and out is not None else empty(shape, dtype, X.stream)
+
+    def finish(self) -> DeviceArray:
+        if self._out is not None and self._out is not self.array:
+            self._out.copy_from(self.array)
+            return self._out
+        return self.array
+
+
+def _require_operands(formula: str, A: Any, **arrays: Any) -> None:
+    if not isinstance(A, CSRArrays):
+        raise TypeError(f"{formula}: A of type {type(A).__name__} given, CSRArrays wanted")
+    for name, array in {"A.data": A.data, **arrays}.items():
+        if not isinstance(array, DeviceArray):
+            raise TypeError(
+                f"{formula}: {name} of type {type(array).__name__} given, a DeviceArray wanted"
+            )
+        if array.dtype not in FLOAT_DTYPES:
+            names = ", ".join(dtype.name for dtype in FLOAT_DTYPES)
+            raise TypeError(
+                f"{formula}: {name} of dtype {array.dtype} given, one of {names} wanted"
+            )
+    require_same_gpu(A=A.data, **arrays)
+
+
+def _refuse_shape(formula: str, X: DeviceArray, A: CSRArrays, wanted: str) -> None:
+    raise ValueError(
+        f"{formula}: X of shape {X.shape} given, {wanted} wanted for A of shape {A.shape}"
+    )
+
+
+def _result_dtype(A: CSRArrays, X: DeviceArray) -> np.dtype:
+    return _common_dtype(A.dtype, X.dtype)
+
+
+def _common_dtype(first: np.dtype, second: np.dtype) -> np.dtype:
+    if first == second:
+        return first
+    return np.dtype(np.float64 if np.float64 in (first, second) else np.float32)
+
+
+@kernel()
+def _gather_wide(data, indices, indptr, X, out, rows, columns, tiles):
+    lane = global_thread() % 32
+    item = global_thread() // 32
+    while item < rows * tiles:
+        row = item // tiles
+        column = item % tiles * 32 + lane
+        k = types.int64(load(indptr, row))
+        end = types.int64(load(indptr, row + 1))
+        total = number(out, 0)
+        while k < end and column < columns:
+            value = load(data, k)
+            if value != 0:
+                total += value * load(X, types.int64(load(indices, k)) * columns + column)
+            k += 1
+        if column < columns:
+            store(out, row * columns + column, total)
+        item += grid_threads() // 32
+
+
+@kernel()
+def _gather_eight(data, indices, indptr, X, out, rows, columns, is_aligned):
+    lane = global_thread() % 32
+    item = global_thread() // 32
+    while item < rows * ((columns + 255) // 256):
+        row = item % rows
+        column = item // rows * 256 + lane * 8
+        sums = eight_zeros(out)
+        for k in range(types.int64(load(indptr, row)), types.int64(load(indptr, row + 1))):
+            start = types.int64(load(indices, k)) * columns
+            numbers = load_eight(X, start, column, columns, is_aligned)
+            sums = add_unless_zero(sums, load(data, k), numbers)
+        store_eight(out, row * columns, column, columns, sums, is_aligned)
+        item += grid_threads() // 32
+
+
+@kernel()
+def _gather_narrow(data, indices, indptr, X, out, rows, columns):
+    lane = global_thread() % 32
+    item = global_thread() // 32
+    while item < rows * columns:
+        row = item // columns
+        column = item % columns
+        k = types.int64(load(indptr, row)) + lane
+        end = types.int64(load(indptr, row + 1))
+        total = number(out, 0)
+        while k < end:
+            value = load(data, k)
+            if value != 0:
+                total += value * load(X, types.int64(load(indices, k)) * columns + column)
+            k += 32
+        total = warp_sum(total)
+        if lane == 0:
+            store(out, item, total)
+        item += grid_threads() // 32
+
+
+@kernel()
+def _left(X, data, indices, indptr, out, rows, inner, columns):
+    item = global_thread()
+    while item < rows * columns:
+        row = item // columns
+        column = item % columns
+        k = types.int64(load(indptr, column))
+        end = types.int64(load(indptr, column + 1))
+        total = number(out, 0)
+        while k < end:
+            value = load(data, k)
+            if value != 0:
+                total += value * load(X, row * inner + types.int64(load(indices, k)))
+            k += 1
+        store(out, item, total)
+        item += grid_threads()
+
+
+@kernel()
+def _permute(data, order, out, size):
+    i = global_thread()
+    while i < size:
+        store(out, i, load(data, load(order, i)))
+        i += grid_threads()
+
+
+@kernel()
+def _sample(out, indices, indptr, Y, X, rows, entries, width, is_aligned):
+    lane = global_thread() % 32
+    k = global_thread() // 32
+    while k < entries:
+        # the last row that begins at or before k: rows without entries are passed over
+        row = types.int64(0)
+        end = rows
+        while end - row > 1:
+            middle = (row + end) // 2
+            if types.int64(load(indptr, middle)) <= k:
+                row = middle
+            else:
+                end = middle
+        other = types.int64(load(indices, k))
+        total = warp_dot(out, Y, row * width, X, other * width, width, is_aligned)
+        if lane == 0:
+            store(out, k, total)
+        k += grid_threads() // 32

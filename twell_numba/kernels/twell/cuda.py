@@ -1,0 +1,428 @@
+"""Activation-sparse feedforward layers on a GPU, forward and backward.
+
+Gated:       g = x Wg^T,  u = x Wu^T,  h = relu(g) * u,  y = h Wd
+Two-matrix:  h = relu(x Wu^T),  y = h Wd
+
+as on the CPU (:mod:`twell_numba.kernels.twell.cpu`, whose formulas these are): one dense product,
+packed as TwELL, then only rows of the weights that belong to stored entries.
+
+Rows of which a tile overflows, the *tail*, are read from the dense product itself, which is kept
+for them: what is computed is exact at any density, nothing waits for the GPU, and all of it can be
+recorded in a graph. ``compact_tail`` keeps the tail's rows alone, which takes one wait.
+
+A warp takes a row, or a part of a neuron's gradients; a block takes a row of the tail. Every sum is
+one thread's or one warp's, in a fixed order: no atomics, the same bits in every run.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from twell_numba.device.gpu import DeviceArray, empty, zeros
+from twell_numba.device.gpu.gemm import matmul
+from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
+from twell_numba.kernels.cuda_statistics import statistics_on_gpu
+from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays
+from twell_numba.kernels.device_ffn_checks import backward_arrays, forward_arrays
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell.cuda_backward import (
+    add_gradients,
+    add_tail_gradients,
+    backward_rows,
+    backward_tail,
+)
+from twell_numba.kernels.twell.cuda_by_neuron import (
+    FEWEST_ROWS,
+    MOST_CHUNKS,
+    add_chunks,
+    add_neurons,
+    count_entries,
+    list_entries,
+)
+from twell_numba.kernels.twell.cuda_forward import forward_rows, forward_tail
+from twell_numba.kernels.twell.cuda_pack import (
+    TILE_OF_A_WARP,
+    copy_rows,
+    count_rows,
+    list_tail,
+    mark_tail,
+    pack_aligned_tiles,
+    pack_tiles,
+)
+
+# Blocks that work on the tail, for each multiprocessor. Each has room of its own for a row of h.
+TAIL_BLOCKS = 4
+
+
+def relu_pack(
+    gate: DeviceArray, tile: int = 256, slots: int = 64, *, compact_tail: bool = False
+) -> DeviceActivations:
+    """Pack ``relu(gate)`` as TwELL.
+
+    Parameters
+    ----------
+    gate : DeviceArray, shape (M, F)
+        Unless ``compact_tail``, the result goes on using it: do not overwrite it.
+    tile : int
+        T, columns a tile; at most 65536.
+    slots : int
+        Entries a tile can hold. A row of which a tile holds more goes to the tail, whole.
+    compact_tail : bool
+        Copy the tail's rows instead of keeping ``gate``; waits for the GPU once.
+
+    Returns
+    -------
+    DeviceActivations
+        NaN is kept, -0.0 is not.
+
+    Raises
+    ------
+    TypeError
+        If ``gate`` is no DeviceArray of floats.
+    ValueError
+        If it has another number of dimensions, or ``tile`` or ``slots`` is out of range.
+    """
+    _require_tile(tile, slots)
+    float_arrays(gate=gate)
+    require_shape("gate", gate, ("M", "F"))  # type: ignore[arg-type]
+    return _pack(gate, tile, slots, gated=False, compact_tail=compact_tail)
+
+
+def gated_ffn_forward(
+    x: DeviceArray,
+    gate_weight: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    tile: int = 256,
+    slots: int = 64,
+    *,
+    compact_tail: bool = False,
+) -> tuple[DeviceArray, DeviceActivations]:
+    """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd, reading up and down only where relu is positive.
+
+    Parameters
+    ----------
+    x : DeviceArray, shape (M, D)
+        float32, bfloat16, float16 or float64; sums are in float32 or wider.
+    gate_weight, up_weight, down_weight : DeviceArray, shape (F, D)
+        Neuron-major: row j belongs to neuron j. Of x's dtype.
+    tile, slots : int
+        TwELL's tile width and entries a tile.
+    compact_tail : bool
+        Keep rows of which a tile overflows, instead of the whole x Wg^T, for the backward pass;
+        waits for the GPU once.
+
+    Returns
+    -------
+    y : DeviceArray, shape (M, D)
+    activations : DeviceActivations
+        What :func:`gated_ffn_backward` needs.
+
+    Raises
+    ------
+    TypeError
+        If the dtypes differ or are not floats.
+    ValueError
+        If shapes do not fit together, arrays are on different GPUs, or ``tile`` or ``slots`` is out
+        of range.
+    """
+    _require_tile(tile, slots)
+    forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    gate = matmul(x, gate_weight, transpose_b=True)
+    activations = _pack(gate, tile, slots, gated=True, compact_tail=compact_tail)
+    return _forward(x, up_weight, down_weight, activations), activations
+
+
+def gated_ffn_backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    gate_weight: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    activations: DeviceActivations,
+    l1_scale: float,
+    gate_grad: DeviceArray,
+    up_grad: DeviceArray,
+    down_grad: DeviceArray,
+) -> DeviceArray:
+    """Differentiate :func:`gated_ffn_forward` over the stored entries.
+
+    Parameters
+    ----------
+    dy : DeviceArray, shape (M, D)
+    x, gate_weight, up_weight, down_weight
+        As given to the forward pass.
+    activations : DeviceActivations
+        From the forward pass.
+    l1_scale : float
+        dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
+    gate_grad, up_grad, down_grad : DeviceArray, shape (F, D)
+        Of x's dtype, or float32 for x in 16 bits; changed in place: the gradients are added.
+
+    Returns
+    -------
+    dx : DeviceArray, shape (M, D)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`gated_ffn_forward`; also if the activations are not those of this x, or two
+        gradients are one array.
+    """
+    *_, neurons = forward_arrays(
+        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
+    )
+    gradients = {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad}
+    backward_arrays(dy, x, neurons, activations, DeviceActivations, **gradients)
+    _require_gate(activations, is_wanted=True)
+    weights = (gate_weight, up_weight, down_weight)
+    return _backward(dy, x, weights, activations, l1_scale, (gate_grad, up_grad, down_grad))
+
+
+def ffn_forward(
+    x: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    tile: int = 256,
+    slots: int = 64,
+    *,
+    compact_tail: bool = False,
+) -> tuple[DeviceArray, DeviceActivations]:
+    """Compute y = relu(x Wu^T) Wd, reading down only where relu is positive.
+
+    Parameters, returns and errors as :func:`gated_ffn_forward`, without the gate; the activations'
+    ``values`` are h.
+    """
+    _require_tile(tile, slots)
+    forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
+    up = matmul(x, up_weight, transpose_b=True)
+    activations = _pack(up, tile, slots, gated=False, compact_tail=compact_tail)
+    return _forward(x, up_weight, down_weight, activations), activations
+
+
+def ffn_backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    activations: DeviceActivations,
+    l1_scale: float,
+    up_grad: DeviceArray,
+    down_grad: DeviceArray,
+) -> DeviceArray:
+    """Differentiate :func:`ffn_forward` over the stored entries.
+
+    Parameters, returns and errors as :func:`gated_ffn_backward`, without the gate.
+    """
+    *_, neurons = forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
+    gradients = {"up_grad": up_grad, "down_grad": down_grad}
+    backward_arrays(dy, x, neurons, activations, DeviceActivations, **gradients)
+    _require_gate(activations, is_wanted=False)
+    weights = (up_weight, up_weight, down_weight)
+    return _backward(dy, x, weights, activations, l1_scale, (up_grad, up_grad, down_grad))
+
+
+def activation_statistics(activations: DeviceActivations) -> tuple[int, float, np.ndarray]:
+    """Measure how sparse the activations are; waits for the GPU.
+
+    Returns
+    -------
+    nonzeros : int
+        Entries with h != 0 (a stored h can be 0 where u is 0).
+    absolute_sum : float
+        Sum of |h|, over the rows in float64.
+    fired : ndarray of bool, shape (F,)
+        Whether the neuron's h was not 0 for at least one row.
+    """
+    totals, fired = activation_statistics_on_gpu(activations)
+    nonzeros, absolute_sum = totals.to_numpy()
+    return int(nonzeros), float(absolute_sum), fired.to_numpy()
+
+
+def activation_statistics_on_gpu(
+    activations: DeviceActivations,
+) -> tuple[DeviceArray, DeviceArray]:
+    """Return what :func:`activation_statistics` does, without waiting.
+
+    Returns
+    -------
+    totals : DeviceArray of float64, shape (2,)
+        The count of h != 0 and the sum of |h|.
+    fired : DeviceArray of bool, shape (F,)
+    """
+    totals = statistics_on_gpu(activations.row_nonzeros, activations.row_absolute_sums)
+    return totals, activations.fired
+
+
+# ---- Checks
+
+
+def _require_tile(tile: int, slots: int) -> None:
+    if not 1 <= tile <= 65536:
+        raise ValueError(
+            f"tile={tile} given, 1 to 65536 wanted: columns in a tile are 16 bits wide"
+        )
+    if not 1 <= slots <= tile:
+        raise ValueError(f"slots={slots} given, 1 to tile={tile} wanted")
+
+
+def _require_gate(activations: Any, *, is_wanted: bool) -> None:
+    if isinstance(activations, DeviceActivations) and activations.gated != is_wanted:
+        given, wanted = ("a", "no") if activations.gated else ("no", "a")
+        raise ValueError(
+            f"activations of a layer with {given} gate given, with {wanted} gate wanted"
+        )
+
+
+# ---- What is launched
+
+
+def _pack(
+    gate: DeviceArray, tile: int, slots: int, *, gated: bool, compact_tail: bool
+) -> DeviceActivations:
+    rows, neurons = gate.shape
+    tiles, stream = -(-neurons // tile), gate.stream
+    sums = arithmetic_dtype(gate.dtype)
+    places = (rows, tiles * slots)
+    overflows = empty(rows, np.uint8, stream)
+    packed = DeviceActivations(
+        neurons=neurons,
+        tile=tile,
+        slots=slots,
+        gated=gated,
+        values=empty(places, gate.dtype, stream),
+        columns=empty(places, np.uint16, stream),
+        counts=empty((rows, tiles), np.int32, stream),
+        up_values=empty(places if gated else (0, 0), gate.dtype, stream),
+        tail_rows=empty(rows, np.int32, stream),
+        tail_count=zeros(1, np.int32, stream),
+        tail_values=gate,
+        is_compact=False,
+        row_nonzeros=empty(rows, np.int32, stream),
+        row_absolute_sums=empty(rows, sums, stream),
+        fired=zeros(neurons, np.bool_, stream),
+    )
+    layout = (rows, neurons, tile, tiles, slots)
+    arrays = (packed.values, packed.columns, packed.counts)
+    blocks = pack_tiles.blocks_of_warps(rows * tiles)
+    if tile == TILE_OF_A_WARP and _is_aligned(gate):
+        pack_aligned_tiles(blocks, gate, *arrays, rows, neurons, tiles, slots)
+    else:
+        pack_tiles(blocks, gate, *arrays, *layout)
+    mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, tiles, slots)
+    if rows:
+        list_tail(1, overflows, packed.tail_rows, packed.tail_count, rows)
+    if not gated:
+        statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
+        count_rows(count_rows.blocks_of_warps(rows), *arrays, gate, overflows, *statistics, *layout)
+    if compact_tail:
+        _make_tail_compact(packed, gate)
+    return packed
+
+
+def _make_tail_compact(packed: DeviceActivations, gate: DeviceArray) -> None:
+    count = int(packed.tail_count.to_numpy()[0])
+    tail = empty((count, packed.neurons), gate.dtype, gate.stream)
+    copy_rows(copy_rows.blocks(tail.size), gate, packed.tail_rows, tail, count, packed.neurons)
+    packed.tail_values, packed.is_compact = tail, True
+
+
+def _tail_blocks(packed: DeviceActivations) -> int:
+    """Return how many blocks work on rows of the tail, which are at most so many."""
+    return min(packed.tail_values.shape[0], TAIL_BLOCKS * packed.values.gpu.multiprocessors)
+
+
+def _is_aligned(*arrays: DeviceArray) -> int:
+    """Return whether all rows can be read and written eight numbers at a time."""
+    return int(all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
+
+
+def _forward(
+    x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray, packed: DeviceActivations
+) -> DeviceArray:
+    rows, width = x.shape
+    y = empty(x.shape, x.dtype, x.stream)
+    statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
+    is_aligned = _is_aligned(x, up_weight, down_weight)
+    forward_rows(
+        forward_rows.blocks_of_warps(rows),
+        x, up_weight, down_weight, packed.values, packed.columns, packed.counts, packed.up_values,
+        y, *statistics, rows, width, packed.tile, packed.tiles, packed.slots, int(packed.gated),
+        is_aligned,
+    )  # fmt: skip
+    blocks = _tail_blocks(packed)
+    hidden = empty((blocks, packed.neurons), arithmetic_dtype(x.dtype), x.stream)
+    forward_tail(
+        blocks,
+        x, up_weight, down_weight, packed.tail_values, packed.tail_rows, packed.tail_count, hidden,
+        y, *statistics, packed.neurons, width, int(packed.is_compact), int(packed.gated),
+        is_aligned,
+    )  # fmt: skip
+    return y
+
+
+def _backward(
+    dy: DeviceArray,
+    x: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    packed: DeviceActivations,
+    l1_scale: float,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+) -> DeviceArray:
+    """Return dx; without a gate, Wu and its gradient stand in for the gate's."""
+    rows, width = x.shape
+    neurons, gated, stream = packed.neurons, int(packed.gated), x.stream
+    sums = arithmetic_dtype(x.dtype)
+    scale = sums.type(l1_scale)
+    is_aligned = _is_aligned(dy, x, *weights, *gradients)
+    dx = empty(x.shape, x.dtype, stream)
+    d_hidden = empty(packed.values.shape, sums, stream)
+    backward_rows(
+        backward_rows.blocks_of_warps(rows),
+        dy, *weights, packed.values, packed.columns, packed.counts, packed.up_values, scale,
+        d_hidden, dx, rows, width, packed.tile, packed.tiles, packed.slots, gated,
+        is_aligned,
+    )  # fmt: skip
+    tail = (packed.tail_values, packed.tail_rows, packed.tail_count, scale)
+    tail_layout = (neurons, width, int(packed.is_compact), gated, is_aligned)
+    blocks = _tail_blocks(packed)
+    coefficients = empty((blocks, 2, neurons), sums, stream)
+    backward_tail(blocks, dy, x, *weights, *tail, coefficients, dx, *tail_layout)
+    if rows and neurons and width:
+        lists = _list_by_neuron(packed)
+        add_gradients(
+            add_gradients.blocks_of_warps(neurons * -(-width // 256)),
+            dy, x, packed.values, packed.up_values, d_hidden, *lists, *gradients,
+            neurons, width, packed.tiles * packed.slots, gated, is_aligned,
+        )  # fmt: skip
+        blocks = min(neurons, TAIL_BLOCKS * x.gpu.multiprocessors) if blocks else 0
+        parts = empty((blocks, 3, width), sums, stream)
+        add_tail_gradients(blocks, dy, x, *weights[1:], *tail, parts, *gradients, *tail_layout)
+    return dx
+
+
+def _list_by_neuron(packed: DeviceActivations) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """List every packed entry under its neuron, rows ascending.
+
+    Returns
+    -------
+    neuron_starts : DeviceArray of int64, shape (F + 1,)
+    entry_rows, entry_slots : DeviceArray of int32, shape (M * tiles * slots,)
+        The entry's row and place in the row; as many as ``neuron_starts`` says.
+    """
+    (rows, neurons), stream = packed.shape, packed.values.stream
+    chunk_rows = max(FEWEST_ROWS, -(-rows // MOST_CHUNKS))
+    chunks = -(-rows // (4 * chunk_rows)) * 4  # see add_chunks
+    places = zeros((chunks, neurons), np.int32, stream)
+    neuron_starts = empty(neurons + 1, np.int64, stream)
+    entry_rows = empty(packed.values.size, np.int32, stream)
+    entry_slots = empty(packed.values.size, np.int32, stream)
+    pattern = (packed.columns, packed.counts)
+    layout = (rows, neurons, packed.tile, packed.tiles, packed.slots, chunk_rows)
+    blocks = count_entries.blocks(-(-rows // chunk_rows) * packed.tiles)
+    count_entries(blocks, *pattern, places, *layout)
+    add_chunks(add_chunks.blocks(neurons), places, neuron_starts, neurons, chunks)
+    add_neurons(1, neuron_starts, neurons)
+    list_entries(blocks, *pattern, places, neuron_starts, entry_rows, entry_slots, *layout)
+    return neuron_starts, entry_rows, entry_slots

@@ -1,0 +1,92 @@
+"""What an activation-sparse forward pass on a GPU hands to its backward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from twell_numba.device.gpu import DeviceArray
+from twell_numba.formats import TwELLMatrix
+
+
+@dataclass(slots=True)
+class DeviceActivations:
+    """The hidden activations of a feedforward layer in TwELL's layout, on a GPU.
+
+    A row of which a tile overflows is in the *tail*: it is read from the dense product that decided
+    which neurons fire. So nothing has to be known about the tail on the host, and nothing can fail
+    to fit.
+
+    Attributes
+    ----------
+    neurons : int
+        F, the number of hidden units.
+    tile, slots : int
+        T, neurons a tile, and entries it has room for.
+    gated : bool
+    values : DeviceArray, shape (M, tiles * slots)
+        ``relu(g)`` of a gated layer, ``h`` of a two-matrix layer. Entries past a tile's count are
+        arbitrary.
+    columns : DeviceArray of uint16, shape (M, tiles * slots)
+        Neuron of each entry, as an offset inside its tile.
+    counts : DeviceArray of int32, shape (M, tiles)
+        Entries in each tile; 0 in every tile of a row in the tail.
+    up_values : DeviceArray, shape (M, tiles * slots)
+        ``u`` at the same entries; without elements in a two-matrix layer.
+    tail_rows : DeviceArray of int32, shape (M,)
+        Ascending rows of which a tile overflows, ``tail_count`` of them; then anything.
+    tail_count : DeviceArray of int32, shape (1,)
+    tail_values : DeviceArray, shape (M, F), or (tail_count, F) if ``is_compact``
+        Products before the ReLU: of all rows (those of the tail are read), or of the tail's.
+    is_compact : bool
+    row_nonzeros : DeviceArray of int32, shape (M,)
+        Entries of each row of h that are not 0.
+    row_absolute_sums : DeviceArray of float32 or float64, shape (M,)
+        Sum of |h| of each row.
+    fired : DeviceArray of bool, shape (F,)
+        Whether the neuron's h was not 0 for at least one row.
+    """
+
+    neurons: int
+    tile: int
+    slots: int
+    gated: bool
+    values: DeviceArray
+    columns: DeviceArray
+    counts: DeviceArray
+    up_values: DeviceArray
+    tail_rows: DeviceArray
+    tail_count: DeviceArray
+    tail_values: DeviceArray
+    is_compact: bool
+    row_nonzeros: DeviceArray
+    row_absolute_sums: DeviceArray
+    fired: DeviceArray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """M and F."""
+        return self.counts.shape[0], self.neurons
+
+    @property
+    def tiles(self) -> int:
+        """Tiles a row."""
+        return self.counts.shape[1]
+
+    def pattern(self) -> TwELLMatrix:
+        """Return a copy, in the host's memory, of the matrix that decided which neurons fire."""
+        count = int(self.tail_count.to_numpy()[0])
+        rows = self.tail_rows.to_numpy()[:count].astype(np.int64)
+        tail = self.tail_values.to_numpy()
+        if not self.is_compact:
+            tail = tail[rows]
+        places = (*self.counts.shape, self.slots)
+        return TwELLMatrix(
+            self.values.to_numpy().reshape(places),
+            self.columns.to_numpy().reshape(places),
+            self.counts.to_numpy(),
+            self.shape,
+            tile=self.tile,
+            tail_rows=rows,
+            tail_values=np.where(tail <= 0, tail.dtype.type(0), tail),
+            validate=False,
+        )
