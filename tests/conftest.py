@@ -1,6 +1,7 @@
 """Fixtures that all tests share."""
 
 import importlib.util
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_not_ignored() -> None:
+    """As they are under ``nohup``, and in the background jobs of a shell script."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            by_default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+            signal.signal(number, by_default)
 
 
 @pytest.fixture

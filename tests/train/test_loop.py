@@ -73,17 +73,6 @@ def text_file(tmp_path_factory):
     return file
 
 
-@pytest.fixture(autouse=True)
-def signals_are_not_ignored():
-    """Under ``nohup`` SIGHUP is, in these tests and in the processes they start."""
-    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-
-
 @pytest.fixture(scope="module")
 def config(text_file):
     return TrainConfig(
