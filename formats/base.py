@@ -188,7 +188,7 @@ class SparseMatrix(ABC):
                 "twell_numba.formats wanted; use from_scipy or from_dense"
             )
         rows, columns, values = matrix.coordinates()
-        kept = _is_nonzero(values)
+        kept = is_nonzero(values)
         return cls._pack(rows[kept], columns[kept], values[kept], matrix.shape, **layout)
 
     @classmethod
@@ -227,7 +227,7 @@ class SparseMatrix(ABC):
                 "for rows, columns and values, equal ones wanted"
             )
         rows, columns, values = _sum_duplicates(rows, columns, values, owner)
-        kept = _is_nonzero(values)
+        kept = is_nonzero(values)
         return cls._pack(rows[kept], columns[kept], values[kept], shape, **layout)
 
     @classmethod
@@ -287,7 +287,7 @@ class SparseMatrix(ABC):
         import scipy.sparse
 
         rows, columns, values = self.coordinates()
-        kept = _is_nonzero(values)
+        kept = is_nonzero(values)
         entries = (widened_for_scipy(values[kept]), (rows[kept], columns[kept]))
         return scipy.sparse.csr_array(entries, shape=self.shape).asformat(format)
 
@@ -300,7 +300,7 @@ class SparseMatrix(ABC):
         target = value_dtype(dtype, f"{type(self).__name__}.astype")
         rows, columns, values = self.coordinates()
         values = values.astype(target)
-        kept = _is_nonzero(values)
+        kept = is_nonzero(values)
         return self._pack(rows[kept], columns[kept], values[kept], self.shape, **self._layout())
 
     def to(self, device: str) -> Self:
@@ -341,7 +341,7 @@ class SparseMatrix(ABC):
 
     def count_nonzero(self) -> int:
         """Return the number of entries that are not zero (NaN is not zero)."""
-        return int(np.count_nonzero(_is_nonzero(self.coordinates()[2])))
+        return int(np.count_nonzero(is_nonzero(self.coordinates()[2])))
 
     def row_lengths(self) -> np.ndarray:
         """Return the number of stored entries of each row, int64, shape (rows,)."""
@@ -555,7 +555,7 @@ def widened_for_scipy(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32) if values.dtype.itemsize == 2 else values
 
 
-def _is_nonzero(values: np.ndarray) -> np.ndarray:
+def is_nonzero(values: np.ndarray) -> np.ndarray:
     """Return where values are not zero: neither 0.0 nor -0.0; NaN is not zero."""
     return values != values.dtype.type(0)
 
@@ -563,7 +563,7 @@ def _is_nonzero(values: np.ndarray) -> np.ndarray:
 def _nonzero_coordinates(matrix: SparseMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the coordinates without stored zeros, values in float64, which holds all dtypes."""
     rows, columns, values = matrix.coordinates()
-    kept = _is_nonzero(values)
+    kept = is_nonzero(values)
     return rows[kept], columns[kept], values[kept].astype(np.float64)
 
 

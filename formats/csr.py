@@ -10,7 +10,7 @@ from twell_numba.formats.arrays import (
     value_dtype,
     values_of_pattern,
 )
-from twell_numba.formats.base import SparseMatrix
+from twell_numba.formats.base import SparseMatrix, is_nonzero
 from twell_numba.formats.index_width import index_dtype, require_index_dtype
 
 
@@ -144,6 +144,10 @@ class CSRMatrix(SparseMatrix):
         """
         rows = np.repeat(np.arange(self.shape[0]), self.row_lengths())
         return rows, self.indices.astype(np.int64), self.data.copy()
+
+    def count_nonzero(self) -> int:
+        """Return the number of entries that are not zero (NaN is not zero)."""
+        return int(np.count_nonzero(is_nonzero(self.data)))
 
     def row_lengths(self) -> np.ndarray:
         """Return the number of stored entries of each row, int64, shape (rows,)."""

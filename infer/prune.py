@@ -10,7 +10,6 @@ import numpy as np
 
 from twell_numba.errors import TwellError
 from twell_numba.infer import weight_cut
-from twell_numba.layers.parameter import Parameter
 from twell_numba.models.transformer import Transformer
 
 
@@ -30,7 +29,7 @@ def cut_below(model: Transformer, threshold: float, *, block_size: int | None = 
     TwellError
         If nothing would be left of a matrix. The model's weights are changed all the same.
     """
-    for parameter in _ffn_parameters(model):
+    for parameter in model.ffn_parameters:
         held_any = parameter.value.any()
         largest = weight_cut.magnitudes(parameter.value, block_size or 1).max()
         left = weight_cut.cut_below(parameter.value, block_size or 1, threshold)
@@ -67,7 +66,7 @@ def cut_to_density(
     TwellError
         If not even one weight, or block, of each matrix may be left.
     """
-    values = [parameter.value for parameter in _ffn_parameters(model)]
+    values = [parameter.value for parameter in model.ffn_parameters]
     _require_one_each(values, density, block_size)
     for group in [[value] for value in values] if per_layer else [values]:
         weight_cut.cut_to_density(group, block_size or 1, density)
@@ -93,7 +92,3 @@ def _sufficient_density(entries: int, size: int) -> float:
     while density * size < entries:
         density = round(density + 10.0**-places, places)
     return density
-
-
-def _ffn_parameters(model: Transformer) -> list[Parameter]:
-    return [parameter for ffn in model.ffn_layers for parameter in ffn.parameters()]

@@ -42,7 +42,7 @@ def slowness(model: Transformer) -> str | None:
     model : Transformer
         After :func:`freeze_zeros`.
     """
-    parameters = [parameter for ffn in model.ffn_layers for parameter in ffn.parameters()]
+    parameters = model.ffn_parameters
     stored = [part.matrix.nnz for part in parameters if isinstance(part, SparseParameter)]
     density = sum(stored) / sum(parameter.size for parameter in parameters)
     limit = DENSITY_OF_FORMAT[model.weight_format]

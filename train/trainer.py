@@ -13,7 +13,6 @@ import numpy as np
 from twell_numba.errors import TwellError
 from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
-from twell_numba.layers.parameter import Parameter
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import BatchSampler
@@ -229,16 +228,13 @@ class Trainer:
         """Take the proximal step, unless zeros are frozen; return its strength."""
         if self.model.weight_format != "dense":
             return 0.0
-        strength = self.weight_sparsity.after_step(step, learning_rate, self._ffn_parameters())
+        strength = self.weight_sparsity.after_step(step, learning_rate, self.model.ffn_parameters)
         if step == self.config.sparse_from:
             freeze_zeros(
                 self.model, self.optimizer, self.config.sparse_format, self.config.block_size
             )
             self.parameters = self.model.parameters()
         return strength
-
-    def _ffn_parameters(self) -> list[Parameter]:
-        return [parameter for ffn in self.model.ffn_layers for parameter in ffn.parameters()]
 
     def _revive_dead(self) -> None:
         matrix = "gate_proj" if self.config.ffn == "gated" else "up_proj"

@@ -165,7 +165,7 @@ def weight_statistics(model: Transformer, block_size: int) -> dict[str, Any]:
         ``ffn_weight_density`` (by matrix, a list by layer, of the part that is left),
         ``ffn_weight_format`` and ``ffn_weight_bytes``, in memory.
     """
-    parameters = [parameter for ffn in model.ffn_layers for parameter in ffn.parameters()]
+    parameters = model.ffn_parameters
     density: dict[str, list[float]] = {}
     for parameter in parameters:
         matrix = parameter.name.split(".")[-2]

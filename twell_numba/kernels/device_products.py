@@ -79,6 +79,50 @@ def require_operands(
     require_same_gpu(A=getattr(A, values), **arrays)
 
 
+def require_product_operands(
+    formula: str, A: Any, wanted: type[Any], values: str, X: DeviceArray
+) -> None:
+    """Check the operands of a product of A with a dense vector or matrix.
+
+    Parameters
+    ----------
+    formula : {"A @ X", "A.T @ X", "X @ A"}
+    wanted, values
+        As for :func:`require_operands`.
+    X : DeviceArray
+    """
+    require_operands(formula, A, wanted, values, X=X)
+    inner = A.shape[1 if formula == "A @ X" else 0]
+    is_left = formula == "X @ A"
+    if X.ndim not in (1, 2) or X.shape[-1 if is_left else 0] != inner:
+        matrices = f"(N, {inner})" if is_left else f"({inner}, N)"
+        raise ValueError(
+            f"{formula}: X of shape {X.shape} given, ({inner},) or {matrices} wanted for A of "
+            f"shape {A.shape}"
+        )
+
+
+def require_sampled_operands(
+    A: Any, wanted: type[Any], values: str, Y: DeviceArray, X: DeviceArray, out: Any
+) -> np.dtype:
+    """Check the operands of a sampled product, and return the dtype of its result."""
+    require_operands("sampled product", A, wanted, values, Y=Y, X=X)
+    rows, columns = A.shape
+    fits = Y.ndim == X.ndim == 2 and Y.shape[1] == X.shape[1]
+    if not fits or (Y.shape[0], X.shape[0]) != (rows, columns):
+        raise ValueError(
+            f"sampled product: Y of shape {Y.shape} and X of shape {X.shape} given, "
+            f"({rows}, D) and ({columns}, D) wanted for a matrix of shape {A.shape}"
+        )
+    dtype = common_dtype(Y.dtype, X.dtype)
+    if out is not None:
+        if not isinstance(out, wanted):
+            raise TypeError(f"out of type {type(out).__name__} given, {wanted.__name__} wanted")
+        if getattr(out, values).dtype != dtype:
+            raise TypeError(f"out of dtype {getattr(out, values).dtype} given, {dtype} wanted")
+    return dtype
+
+
 def common_dtype(first: np.dtype, second: np.dtype) -> np.dtype:
     """Return the dtype of a product: the operands', or float32 or float64 where they differ."""
     if first == second:

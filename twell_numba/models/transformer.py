@@ -180,6 +180,11 @@ class Transformer:
         return {parameter.name: parameter for parameter in listed}
 
     @property
+    def ffn_parameters(self) -> list[Parameter]:
+        """The parameters of all feedforward layers, layer by layer."""
+        return [parameter for ffn in self.ffn_layers for parameter in ffn.parameters()]
+
+    @property
     def ffn_layers(self) -> list[GatedFFN | TwoMatrixFFN]:
         """The feedforward layers, of which each holds the statistics of its last call."""
         return [block.ffn for block in self.blocks]
@@ -238,7 +243,7 @@ class Transformer:
         One for all layers, see :func:`twell_numba.layers.ffn.fastest_format`; blocks are of
         :attr:`block_size`.
         """
-        operands = [parameter.operand for ffn in self.ffn_layers for parameter in ffn.parameters()]
+        operands = [parameter.operand for parameter in self.ffn_parameters]
         self.hold_ffn_weights(fastest_format(operands, self.block_size), self.block_size)
 
     def _positions(self, tokens: np.ndarray, start: int = 0) -> tuple[int, np.ndarray, np.ndarray]:

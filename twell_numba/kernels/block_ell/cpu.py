@@ -66,6 +66,7 @@ from twell_numba.kernels.sparse_ffn import SparseWeightActivations
 from twell_numba.kernels.sparse_ffn import activation_statistics as activation_statistics
 from twell_numba.kernels.sparse_ffn.cpu import (
     add_parts,
+    read_only_arrays,
     run_backward,
     run_forward,
     run_one_token,
@@ -323,7 +324,7 @@ def _forward(
         # Arrays as they are: for one token, nine read-only views would take a fifth of the time.
         given = [(weight.values, weight.block_columns) for weight in (gate, up, down)]
         return run_one_token(one_token, x, given, down.shape[0], gated)
-    weights = [_arrays(weight) for weight in (gate, up, down)]
+    weights = [read_only_arrays(weight) for weight in (gate, up, down)]
     stored = gate.values.size + up.values.size + down.values.size
     return run_forward(_FORWARD[gated], x, weights, down.shape[0], _strip_width(x), stored)
 
@@ -343,18 +344,12 @@ def _backward(
         _BACKWARD[gated, lanes],
         dy,
         x,
-        [_arrays(weight) for weight in weights],
+        [read_only_arrays(weight) for weight in weights],
         weights[0].shape[0],
         l1_scale,
         gradients,
         _strip_width(x),
     )
-
-
-def _arrays(weight: BlockELLMatrix) -> tuple[np.ndarray, ...]:
-    """Return values and block columns as read-only views, of which one version is compiled."""
-    arrays = (weight.values, weight.block_columns)
-    return tuple([contiguous(array, array.dtype) for array in arrays])
 
 
 def _strip_width(x: np.ndarray) -> int:

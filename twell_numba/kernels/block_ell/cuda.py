@@ -28,7 +28,12 @@ from twell_numba.kernels.cuda_vectors import (
     load_eight,
     store_eight,
 )
-from twell_numba.kernels.device_products import ProductResult, common_dtype, require_operands
+from twell_numba.kernels.device_products import (
+    ProductResult,
+    common_dtype,
+    require_product_operands,
+    require_sampled_operands,
+)
 from twell_numba.kernels.sparse_ffn import cuda as layers
 from twell_numba.kernels.sparse_ffn.cuda import DeviceSparseActivations
 from twell_numba.kernels.sparse_ffn.cuda import activation_statistics as activation_statistics
@@ -67,10 +72,8 @@ def block_ell_matmul(
     ValueError
         If the shapes do not fit, or the arrays are on different GPUs.
     """
-    require_operands("A @ X", A, BlockELLArrays, "values", X=X)
+    require_product_operands("A @ X", A, BlockELLArrays, "values", X)
     rows, inner = A.shape
-    if X.ndim not in (1, 2) or X.shape[0] != inner:
-        _refuse_shape("A @ X", X, A, f"({inner},) or ({inner}, N)")
     result = ProductResult((rows, *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
     columns = X.shape[1] if X.ndim == 2 else 1
     arguments = (A.values, A.block_columns, X, result.array, rows, inner, columns)
@@ -87,10 +90,8 @@ def block_ell_transposed_matmul(
     A: BlockELLArrays, X: DeviceArray, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``A.T @ X``, of shape (K,) or (K, N); otherwise as :func:`block_ell_matmul`."""
-    require_operands("A.T @ X", A, BlockELLArrays, "values", X=X)
+    require_product_operands("A.T @ X", A, BlockELLArrays, "values", X)
     inner, rows = A.shape
-    if X.ndim not in (1, 2) or X.shape[0] != inner:
-        _refuse_shape("A.T @ X", X, A, f"({inner},) or ({inner}, N)")
     result = ProductResult((rows, *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
     columns = X.shape[1] if X.ndim == 2 else 1
     arguments = (A.values, *A.by_column, X, result.array, rows, inner, columns)
@@ -109,10 +110,8 @@ def block_ell_left_matmul(
     X: DeviceArray, A: BlockELLArrays, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``X @ A`` for ``X`` (M,) or (N, M); otherwise as :func:`block_ell_matmul`."""
-    require_operands("X @ A", A, BlockELLArrays, "values", X=X)
+    require_product_operands("X @ A", A, BlockELLArrays, "values", X)
     inner, columns = A.shape
-    if X.ndim not in (1, 2) or X.shape[-1] != inner:
-        _refuse_shape("X @ A", X, A, f"({inner},) or (N, {inner})")
     shape = (*X.shape[:-1], columns)
     result = ProductResult(shape, common_dtype(A.dtype, X.dtype), X, out)
     rows = X.shape[0] if X.ndim == 2 else 1
@@ -150,21 +149,9 @@ def block_ell_sampled_product(
     TypeError, ValueError
         As :func:`block_ell_matmul`.
     """
-    require_operands("sampled product", A, BlockELLArrays, "values", Y=Y, X=X)
-    rows, columns = A.shape
-    fits = Y.ndim == X.ndim == 2 and Y.shape[1] == X.shape[1]
-    if not fits or (Y.shape[0], X.shape[0]) != (rows, columns):
-        raise ValueError(
-            f"sampled product: Y of shape {Y.shape} and X of shape {X.shape} given, "
-            f"({rows}, D) and ({columns}, D) wanted for a matrix of shape {A.shape}"
-        )
-    dtype = common_dtype(Y.dtype, X.dtype)
+    dtype = require_sampled_operands(A, BlockELLArrays, "values", Y, X, out)
     if out is None:
         out = A.with_values(zeros(A.values.shape, dtype, A.values.stream))
-    elif not isinstance(out, BlockELLArrays):
-        raise TypeError(f"out of type {type(out).__name__} given, BlockELLArrays wanted")
-    elif out.dtype != dtype:
-        raise TypeError(f"out of dtype {out.dtype} given, {dtype} wanted")
     elif out.shape != A.shape or out.block_columns.pointer != A.block_columns.pointer:
         raise ValueError("out: a matrix with other block columns given, one with A's wanted")
     _sample_into(out.values, A, Y, X, is_added=False)
@@ -300,12 +287,6 @@ def _items(rows: int, columns: int, b: int) -> int:
 def _is_aligned(*arrays: DeviceArray) -> int:
     """Return whether all rows can be read and written eight numbers at a time."""
     return int(all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
-
-
-def _refuse_shape(formula: str, X: DeviceArray, A: BlockELLArrays, wanted: str) -> None:
-    raise ValueError(
-        f"{formula}: X of shape {X.shape} given, {wanted} wanted for A of shape {A.shape}"
-    )
 
 
 # Rows, or columns, of a block that a warp computes together, of what it reads of X once.

@@ -17,7 +17,6 @@ import numpy as np
 
 from twell_numba.device.vectors import register_lanes
 from twell_numba.formats import CSRMatrix
-from twell_numba.kernels.checks import contiguous
 from twell_numba.kernels.csr.ffn_strips import backward_kernel, forward_kernel, one_token
 from twell_numba.kernels.ffn_checks import sparse_backward_inputs, sparse_forward_inputs
 from twell_numba.kernels.packed_rows import PackedRows, multiply, multiply_transposed, sample
@@ -25,6 +24,7 @@ from twell_numba.kernels.sparse_ffn import SparseWeightActivations
 from twell_numba.kernels.sparse_ffn import activation_statistics as activation_statistics
 from twell_numba.kernels.sparse_ffn.cpu import (
     add_parts,
+    read_only_arrays,
     run_backward,
     run_forward,
     run_one_token,
@@ -254,7 +254,7 @@ def _forward(
         y, activations = run_one_token(one_token, x, given, down.shape[0], gated)
         if math.isfinite(activations.absolute_sum):
             return y, activations
-    weights = [_arrays(weight) for weight in (gate, up, down)]
+    weights = [read_only_arrays(weight) for weight in (gate, up, down)]
     lanes = register_lanes(x.dtype)
     registers = strip_registers(x, lanes, STRIP_REGISTERS)
     stored = gate.nnz + up.nnz + down.nnz
@@ -278,18 +278,12 @@ def _backward(
         _BACKWARD[registers, gated],
         dy,
         x,
-        [_arrays(weight) for weight in weights],
+        [read_only_arrays(weight) for weight in weights],
         weights[0].shape[0],
         l1_scale,
         gradients,
         registers * lanes,
     )
-
-
-def _arrays(weight: CSRMatrix) -> tuple[np.ndarray, ...]:
-    """Return data, indices and indptr as read-only views, of which one version is compiled."""
-    arrays = (weight.data, weight.indices, weight.indptr)
-    return tuple([contiguous(array, array.dtype) for array in arrays])
 
 
 def _packed_rows(A: CSRMatrix, dtype: np.dtype | None) -> PackedRows:

@@ -11,11 +11,10 @@ For the layers see :mod:`twell_numba.kernels.sparse_ffn.cuda`.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel, require_same_gpu
+from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel
 from twell_numba.device.gpu.language import (
     global_thread,
     grid_threads,
@@ -33,7 +32,13 @@ from twell_numba.kernels.cuda_vectors import (
     store_eight,
     warp_dot,
 )
-from twell_numba.kernels.device_checks import FLOAT_DTYPES, arithmetic_dtype
+from twell_numba.kernels.device_checks import arithmetic_dtype
+from twell_numba.kernels.device_products import (
+    ProductResult,
+    common_dtype,
+    require_product_operands,
+    require_sampled_operands,
+)
 from twell_numba.kernels.sparse_ffn import cuda as layers
 from twell_numba.kernels.sparse_ffn.cuda import DeviceSparseActivations
 from twell_numba.kernels.sparse_ffn.cuda import activation_statistics as activation_statistics
@@ -144,10 +149,8 @@ def csr_matmul(A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None) -> 
     ValueError
         If the shapes do not fit, or the arrays are on different GPUs.
     """
-    _require_operands("A @ X", A, X=X)
-    if X.ndim not in (1, 2) or X.shape[0] != A.shape[1]:
-        _refuse_shape("A @ X", X, A, f"({A.shape[1]},) or ({A.shape[1]}, N)")
-    result = _Result((A.shape[0], *X.shape[1:]), _result_dtype(A, X), X, out)
+    require_product_operands("A @ X", A, CSRArrays, "data", X)
+    result = ProductResult((A.shape[0], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
     _gather_columns(A, X, result.array)
     return result.finish()
 
@@ -156,21 +159,17 @@ def csr_transposed_matmul(
     A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``A.T @ X``, of shape (K,) or (K, N); otherwise as :func:`csr_matmul`."""
-    _require_operands("A.T @ X", A, X=X)
-    if X.ndim not in (1, 2) or X.shape[0] != A.shape[0]:
-        _refuse_shape("A.T @ X", X, A, f"({A.shape[0]},) or ({A.shape[0]}, N)")
-    result = _Result((A.shape[1], *X.shape[1:]), _result_dtype(A, X), X, out)
+    require_product_operands("A.T @ X", A, CSRArrays, "data", X)
+    result = ProductResult((A.shape[1], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
     _gather_columns(A.transposed(), X, result.array)
     return result.finish()
 
 
 def csr_left_matmul(X: DeviceArray, A: CSRArrays, out: DeviceArray | None = None) -> DeviceArray:
     """Return ``X @ A`` for ``X`` (M,) or (N, M); otherwise as :func:`csr_matmul`."""
-    _require_operands("X @ A", A, X=X)
+    require_product_operands("X @ A", A, CSRArrays, "data", X)
     inner, columns = A.shape
-    if X.ndim not in (1, 2) or X.shape[-1] != inner:
-        _refuse_shape("X @ A", X, A, f"({inner},) or (N, {inner})")
-    result = _Result((*X.shape[:-1], columns), _result_dtype(A, X), X, out)
+    result = ProductResult((*X.shape[:-1], columns), common_dtype(A.dtype, X.dtype), X, out)
     B = A.transposed()
     rows = X.size // inner if X.ndim == 2 and inner else result.array.size // max(columns, 1)
     _left(
@@ -206,19 +205,9 @@ def csr_sampled_product(
     TypeError, ValueError
         As :func:`csr_matmul`.
     """
-    _require_operands("sampled product", A, Y=Y, X=X)
-    rows, columns = A.shape
-    fits = Y.ndim == X.ndim == 2 and Y.shape[1] == X.shape[1]
-    if not fits or (Y.shape[0], X.shape[0]) != (rows, columns):
-        raise ValueError(
-            f"sampled product: Y of shape {Y.shape} and X of shape {X.shape} given, "
-            f"({rows}, D) and ({columns}, D) wanted for a matrix of shape {A.shape}"
-        )
-    dtype = _common_dtype(Y.dtype, X.dtype)
+    dtype = require_sampled_operands(A, CSRArrays, "data", Y, X, out)
     if out is None:
         out = A.with_values(empty(A.data.shape, dtype, A.data.stream))
-    elif out.dtype != dtype:
-        raise TypeError(f"out of dtype {out.dtype} given, {dtype} wanted")
     elif (out.indices.pointer, out.indptr.pointer) != (A.indices.pointer, A.indptr.pointer):
         raise ValueError("out: a matrix with other index arrays given, one with A's wanted")
     _sample_into(out.data, A, Y, X)
@@ -358,65 +347,6 @@ def _gather_columns(A: CSRArrays, X: DeviceArray, out: DeviceArray) -> None:
         is_aligned = columns % 8 == 0 and X.pointer % 16 == out.pointer % 16 == 0
         blocks = _gather_eight.blocks_of_warps(rows * -(-columns // 256))
         _gather_eight(blocks, *arguments, int(is_aligned))
-
-
-class _Result:
-    """Where a product is written: to ``out``, or beside it where that shares memory with X."""
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, X: DeviceArray, out: DeviceArray | None
-    ) -> None:
-        self._out = out
-        if out is not None:
-            if not isinstance(out, DeviceArray):
-                raise TypeError(f"out of type {type(out).__name__} given, a DeviceArray wanted")
-            if out.dtype != dtype:
-                raise TypeError(f"out of dtype {out.dtype} given, {dtype} wanted")
-            if out.shape != shape:
-                raise ValueError(f"out of shape {out.shape} given, {shape} wanted")
-            require_same_gpu(X=X, out=out)
-        direct = out is not None and (
-            out.pointer + out.nbytes <= X.pointer or X.pointer + X.nbytes <= out.pointer
-        )
-        self.array = out if direct and out is not None else empty(shape, dtype, X.stream)
-
-    def finish(self) -> DeviceArray:
-        if self._out is not None and self._out is not self.array:
-            self._out.copy_from(self.array)
-            return self._out
-        return self.array
-
-
-def _require_operands(formula: str, A: Any, **arrays: Any) -> None:
-    if not isinstance(A, CSRArrays):
-        raise TypeError(f"{formula}: A of type {type(A).__name__} given, CSRArrays wanted")
-    for name, array in {"A.data": A.data, **arrays}.items():
-        if not isinstance(array, DeviceArray):
-            raise TypeError(
-                f"{formula}: {name} of type {type(array).__name__} given, a DeviceArray wanted"
-            )
-        if array.dtype not in FLOAT_DTYPES:
-            names = ", ".join(dtype.name for dtype in FLOAT_DTYPES)
-            raise TypeError(
-                f"{formula}: {name} of dtype {array.dtype} given, one of {names} wanted"
-            )
-    require_same_gpu(A=A.data, **arrays)
-
-
-def _refuse_shape(formula: str, X: DeviceArray, A: CSRArrays, wanted: str) -> None:
-    raise ValueError(
-        f"{formula}: X of shape {X.shape} given, {wanted} wanted for A of shape {A.shape}"
-    )
-
-
-def _result_dtype(A: CSRArrays, X: DeviceArray) -> np.dtype:
-    return _common_dtype(A.dtype, X.dtype)
-
-
-def _common_dtype(first: np.dtype, second: np.dtype) -> np.dtype:
-    if first == second:
-        return first
-    return np.dtype(np.float64 if np.float64 in (first, second) else np.float32)
 
 
 @kernel()

@@ -10,7 +10,7 @@ class SparseWeightActivations:
     """What was counted in h; h itself is not kept.
 
     With sparse weights a product costs little, so the backward pass computes g and u again, a strip
-    of tokens at a time: that takes less time than writing and reading arrays of M x F.
+    of tokens at a time, and no arrays of M x F are written and read.
 
     Attributes
     ----------
