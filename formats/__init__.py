@@ -18,6 +18,16 @@ kept whole in a dense *tail*, which grows as needed. All share the methods of
     matrix.save("weights.safetensors")
     matrix == load("weights.safetensors")
 
+The arrays of a matrix are in the host's memory or in a GPU's; ``matrix.device`` says where::
+
+    on_gpu = matrix.to("cuda")  # or CSRMatrix.from_dense(device_array)
+    product = on_gpu @ device_array  # a DeviceArray of twell_numba.device.gpu
+    on_gpu.to("cpu") == matrix
+
+There, conversions between formats, ``from_dense``, ``to_dense``, ``astype``, ``T`` and products
+run on the GPU; what NumPy or SciPy is to see (``to_scipy``, ``coordinates``, ``save``, ``==``,
+``validate`` and counts) is copied to the host first, and what would copy unasked is refused.
+
 Rules that hold for every format and every kernel:
 
 - **Zeros annihilate.** In ``A @ X`` a zero of ``A`` contributes nothing, whatever it meets in

@@ -1,7 +1,11 @@
-"""The arrays that sparse matrices take: accepted dtypes, byte order and strides."""
+"""The arrays that sparse matrices take: accepted dtypes, byte order and strides.
+
+They are NumPy's, or those of a GPU (``twell_numba.device.gpu.DeviceArray``), which are always in
+native byte order and C-contiguous.
+"""
 
 import operator
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +14,28 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_DTYPES = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 LARGEST_SIZE = 2**63 - 1
+
+# numpy.ndarray or DeviceArray: they share attributes but no class.
+Array: TypeAlias = Any
+
+
+def is_on_gpu(operand: Any) -> bool:
+    """Return whether an array, or a matrix made of arrays, is in a GPU's memory."""
+    return getattr(operand, "is_on_gpu", False)
+
+
+def host_array(array: Array) -> np.ndarray:
+    """Return an array in the host's memory: itself, or a copy of one on a GPU, which waits."""
+    return array.to_numpy() if is_on_gpu(array) else array
+
+
+def refuse_gpu(operand: Any, owner: str) -> None:
+    """Raise TypeError for what is in a GPU's memory; NumPy would not know what to do with it."""
+    if is_on_gpu(operand):
+        raise TypeError(
+            f"{owner}: {type(operand).__name__} in a GPU's memory given, an array in the host's "
+            "wanted; use to_numpy()"
+        )
 
 
 def value_dtype(dtype: Any, owner: str) -> np.dtype:
@@ -32,38 +58,55 @@ def value_array(array: Any, owner: str) -> np.ndarray:
     """Return ``array`` as an ndarray in native byte order, of one of :data:`VALUE_DTYPES`.
 
     Copies only where the byte order has to change. Strides stay as they are.
+
+    Raises
+    ------
+    TypeError
+        If it has another dtype, or is masked or on a GPU.
     """
+    refuse_gpu(array, owner)
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{owner}: masked array given, a plain array wanted; use filled()")
     given = np.asarray(array)
     return given.astype(value_dtype(given.dtype, owner), copy=False)
 
 
-def kernel_array(array: Any) -> np.ndarray:
+def kernel_array(array: Any) -> Array:
     """Return ``array`` in native byte order, C-contiguous and aligned, as kernels need it.
 
-    The array itself is returned where it is so already.
+    The array itself is returned where it is so already; those on a GPU always are.
     """
+    if is_on_gpu(array):
+        return array
     given = np.asarray(array)
     native = given.astype(given.dtype.newbyteorder("="), copy=False)
     return np.require(native, requirements=["C_CONTIGUOUS", "ALIGNED"])
 
 
-def values_of_pattern(values: Any, shape: tuple[int, ...], owner: str) -> np.ndarray:
+def values_of_pattern(values: Any, replaced: Array, owner: str) -> Array:
     """Return ``values`` as a kernel needs them, to stand in for those of a matrix's pattern.
 
     Raises
     ------
     TypeError
-        If the dtype is none of :data:`VALUE_DTYPES`.
+        If the dtype is none of :data:`VALUE_DTYPES`, or they are not where those they replace are.
     ValueError
-        If they have not the ``shape`` of those they replace.
+        If they have not the shape of those they replace.
     """
-    given = kernel_array(value_array(values, f"{owner}.with_values"))
-    if given.shape != shape:
+    if is_on_gpu(replaced):
+        if not is_on_gpu(values):
+            raise TypeError(
+                f"{owner}.with_values: {type(values).__name__} given for a matrix on a GPU, a "
+                "DeviceArray wanted; use from_numpy()"
+            )
+        value_dtype(values.dtype, f"{owner}.with_values")
+        given = values
+    else:
+        given = kernel_array(value_array(values, f"{owner}.with_values"))
+    if given.shape != replaced.shape:
         raise ValueError(
-            f"{owner}.with_values: values of shape {given.shape} given, {shape} wanted: one for "
-            "each place of this pattern"
+            f"{owner}.with_values: values of shape {given.shape} given, {replaced.shape} wanted: "
+            "one for each place of this pattern"
         )
     return given
 
@@ -89,6 +132,7 @@ def index_array(indices: Any, size: int, name: str) -> np.ndarray:
     ValueError
         If they are not one-dimensional, or one is out of range.
     """
+    refuse_gpu(indices, name)
     given = np.asarray(indices)
     if given.size == 0 and given.ndim == 1:
         return np.zeros(0, np.int64)

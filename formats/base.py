@@ -1,5 +1,8 @@
 """What all sparse matrices share.
 
+The arrays of a matrix are all NumPy's, or all on one GPU. Conversions and products run where they
+are; what is left works on a copy in the host's memory (:func:`on_host`).
+
 A format is a subclass of :class:`SparseMatrix`. It names its arrays and parameters, and provides a
 constructor that takes them by name, ``_pack``, ``_pack_dense``, ``coordinates``, ``validate``,
 ``_layout``, and where its product kernels are. Conversions, comparison, copies, products and files
@@ -7,18 +10,22 @@ are written here once, in terms of those.
 """
 
 import copy
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from twell_numba.errors import TwellError
 from twell_numba.formats.arrays import (
+    Array,
     index_array,
+    is_on_gpu,
+    kernel_array,
     matrix_shape,
+    refuse_gpu,
     value_array,
     value_dtype,
 )
@@ -28,6 +35,22 @@ LARGEST_IMPLICIT_ARRAY = 2**24
 
 FORMATS: dict[str, type["SparseMatrix"]] = {}
 """The class of each format by its name in files."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_host(method: Method) -> Method:
+    """Let a method of a matrix on a GPU work on a copy in the host's memory; it waits for the GPU.
+
+    A decorator, for what is rare or returns NumPy's arrays anyway.
+    """
+
+    @functools.wraps(method)
+    def work(self: "SparseMatrix", *arguments: Any, **options: Any) -> Any:
+        matrix = self.to("cpu") if self.is_on_gpu else self
+        return method(matrix, *arguments, **options)
+
+    return work  # type: ignore[return-value]
 
 
 class SparseMatrix(ABC):
@@ -47,10 +70,14 @@ class SparseMatrix(ABC):
     """The attributes that hold arrays; the constructor takes them by these names."""
     parameter_names: ClassVar[tuple[str, ...]] = ()
     """The whole-number attributes that the constructor needs beside the arrays and the shape."""
+    knows_nnz: ClassVar[bool] = False
+    """Whether ``nnz`` follows from the shapes of the arrays: then nothing is read to know it."""
     layout_names: ClassVar[tuple[str, ...]] = ()
     """The keywords that ``from_dense`` and the other conversions accept."""
 
     shape: tuple[int, int]
+    derived: dict[str, Any]
+    """What kernels have made of the pattern, to be made once; shared by all of this pattern."""
 
     # NumPy's operators leave `array @ matrix` and `array == matrix` to this class.
     __array_ufunc__ = None
@@ -61,6 +88,18 @@ class SparseMatrix(ABC):
         super().__init_subclass__(**kwargs)
         if "format_name" in cls.__dict__:
             FORMATS[cls.format_name] = cls
+
+    def _hold(self, shape: Any, **arrays: Any) -> None:
+        """Set the attributes, without copying arrays that kernels can use as they are."""
+        owner = type(self).__name__
+        self.shape = matrix_shape(shape, owner)
+        self.derived = {}
+        places = {name: device_of(array) for name, array in arrays.items()}
+        if len(set(places.values())) > 1:
+            given = ", ".join(f"{name} on {place}" for name, place in places.items())
+            raise TypeError(f"{owner}: {given} given, one device for all wanted")
+        for name, array in arrays.items():
+            setattr(self, name, kernel_array(array))
 
     # ------------------------------------------------------------------ what a format provides
 
@@ -78,7 +117,7 @@ class SparseMatrix(ABC):
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.
 
-        Each has shape (nnz,); rows and columns are int64. They are copies.
+        Each has shape (nnz,); rows and columns are int64. They are copies, in the host's memory.
         """
 
     @abstractmethod
@@ -107,11 +146,24 @@ class SparseMatrix(ABC):
 
     @classmethod
     @abstractmethod
-    def _pack_dense(cls, dense: np.ndarray, **layout: Any) -> Self:
+    def _pack_dense(cls, dense: Array, **layout: Any) -> Self:
         """Build a matrix from the nonzero elements of an array of two dimensions.
 
-        It has an accepted dtype in native byte order, and any strides.
+        It has an accepted dtype in native byte order, and any strides. It may be on a GPU.
         """
+
+    @classmethod
+    @abstractmethod
+    def _pack_rows(cls, entries: Any, **layout: Any) -> Self:
+        """Build a matrix of all entries of a CSRMatrix on a GPU, zeros included."""
+
+    @abstractmethod
+    def _entry_rows(self, *, with_zeros: bool) -> Any:
+        """Return a matrix on a GPU as a CSRMatrix of its nonzero entries, or of all."""
+
+    @abstractmethod
+    def _dense_on_gpu(self) -> Array:
+        """Return a matrix on a GPU as a dense array there."""
 
     @abstractmethod
     def _layout(self) -> dict[str, int]:
@@ -143,7 +195,8 @@ class SparseMatrix(ABC):
         Parameters
         ----------
         dense : array, shape (rows, columns)
-            float64, float32, float16 or bfloat16, with any strides and byte order. Not changed.
+            float64, float32, float16 or bfloat16, with any strides and byte order. Not changed. Of
+            an array on a GPU the matrix is there too.
         **layout
             How the format lays them out; see the class.
 
@@ -160,7 +213,9 @@ class SparseMatrix(ABC):
             raise TypeError(f"{owner}: sparse matrix given, dense array wanted; use from_sparse")
         if hasattr(dense, "tocoo"):
             raise TypeError(f"{owner}: sparse matrix given, dense array wanted; use from_scipy")
-        array = value_array(dense, owner)
+        if is_on_gpu(dense):
+            value_dtype(dense.dtype, owner)
+        array = dense if is_on_gpu(dense) else value_array(dense, owner)
         if array.ndim != 2:
             raise ValueError(f"{owner}: {array.ndim} dimensions given, 2 wanted")
         return cls._pack_dense(array, **layout)
@@ -172,7 +227,8 @@ class SparseMatrix(ABC):
         Parameters
         ----------
         matrix : SparseMatrix
-            Not changed; no array is shared with it. Its stored zeros are left out.
+            Not changed; no array is shared with it. Its stored zeros are left out. Of a matrix on a
+            GPU the new one is there too; only sizes are read back.
         **layout
             How the format lays them out; see the class.
 
@@ -187,6 +243,8 @@ class SparseMatrix(ABC):
                 f"{cls.__name__}.from_sparse: {type(matrix).__name__} given, a matrix of "
                 "twell_numba.formats wanted; use from_scipy or from_dense"
             )
+        if matrix.is_on_gpu:
+            return cls._pack_rows(matrix._entry_rows(with_zeros=False), **layout)
         rows, columns, values = matrix.coordinates()
         kept = is_nonzero(values)
         return cls._pack(rows[kept], columns[kept], values[kept], matrix.shape, **layout)
@@ -246,6 +304,7 @@ class SparseMatrix(ABC):
         import scipy.sparse
 
         owner = f"{cls.__name__}.from_scipy"
+        refuse_gpu(matrix, owner)
         if not scipy.sparse.issparse(matrix):
             raise TypeError(f"{owner}: {type(matrix).__name__} given, a SciPy sparse matrix wanted")
         if len(matrix.shape) != 2:
@@ -266,13 +325,19 @@ class SparseMatrix(ABC):
                 accepted = f"one of {', '.join(cls.layout_names)}" if cls.layout_names else "none"
                 raise TypeError(f"{cls.__name__}: layout keyword {name!r} given, {accepted} wanted")
 
-    def to_dense(self) -> np.ndarray:
-        """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype."""
+    def to_dense(self) -> Array:
+        """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype.
+
+        Of a matrix on a GPU it is an array there.
+        """
+        if self.is_on_gpu:
+            return self._dense_on_gpu()
         rows, columns, values = self.coordinates()
         dense = np.zeros(self.shape, self.dtype)
         dense[rows, columns] = values
         return dense
 
+    @on_host
     def to_scipy(self, format: str = "csr") -> Any:
         """Return the matrix as a SciPy sparse array, such as ``scipy.sparse.csr_array``.
 
@@ -295,34 +360,91 @@ class SparseMatrix(ABC):
         """Return a copy with values of another dtype, in the same layout.
 
         Values that round to zero are no longer stored. Values too large for the dtype become
-        infinite with NumPy's ``RuntimeWarning``.
+        infinite with NumPy's ``RuntimeWarning`` (on a GPU without).
         """
         target = value_dtype(dtype, f"{type(self).__name__}.astype")
+        if self.is_on_gpu:
+            from twell_numba.kernels.conversion.cuda import converted
+
+            entries = self._entry_rows(with_zeros=False)
+            entries = entries.with_values(converted(entries.data, target))
+            return self._pack_rows(entries._entry_rows(with_zeros=False), **self._layout())
         rows, columns, values = self.coordinates()
         values = values.astype(target)
         kept = is_nonzero(values)
         return self._pack(rows[kept], columns[kept], values[kept], self.shape, **self._layout())
 
-    def to(self, device: str) -> Self:
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the arrays are in a GPU's memory."""
+        return is_on_gpu(getattr(self, self.array_names[0]))
+
+    @property
+    def device(self) -> str:
+        """Where the arrays are: ``"cpu"``, or ``"cuda:N"`` for GPU N."""
+        return device_of(getattr(self, self.array_names[0]))
+
+    def to(self, device: Any) -> Self:
         """Return the matrix on a device: the matrix itself where it is there already.
+
+        Parameters
+        ----------
+        device : str or twell_numba.device.gpu.Stream
+            ``"cpu"``, ``"cuda"`` (the first GPU) or ``"cuda:N"``. A stream stands for its GPU;
+            work with the matrix then goes to it.
 
         Raises
         ------
         TwellError
-            For ``"cuda"`` and ``"cuda:N"``, which are not supported yet.
+            If there is no such GPU, too little memory on it, or the extra ``cuda`` is missing.
         ValueError
-            For any other name than ``"cpu"``.
+            For any other name.
         """
-        name = str(device)
-        if name == "cpu":
+        if str(device) == "cpu":
+            return self._with_arrays(lambda array: array.to_numpy()) if self.is_on_gpu else self
+        from twell_numba.device.gpu import Stream, choose, empty, from_numpy
+
+        if not isinstance(device, Stream) and str(device).partition(":")[0] != "cuda":
+            raise ValueError(f"device {device!r} given, 'cpu', 'cuda' or 'cuda:N' wanted")
+        stream = device if isinstance(device, Stream) else choose(str(device)).stream
+        if not self.is_on_gpu:
+            return self._with_arrays(lambda array: from_numpy(array, stream))
+        first = getattr(self, self.array_names[0])
+        if first.gpu is not stream.gpu:
+            return self.to("cpu").to(stream)
+        if device is not stream or first.stream is stream:
             return self
-        if name == "cuda" or name.startswith("cuda:"):
-            raise TwellError(f"device {name!r} given, but GPU support is not there yet; use 'cpu'")
-        raise ValueError(f"device {name!r} given, 'cpu' wanted")
+
+        def copied(array: Array) -> Array:
+            result = empty(array.shape, array.dtype, stream)
+            result.copy_from(array)
+            return result
+
+        return self._with_arrays(copied)
 
     def copy(self) -> Self:
         """Return an independent copy: no array is shared."""
+        if self.is_on_gpu:
+            return self._with_arrays(lambda array: array.copy())
         return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy take: the arrays, not what kernels made of them."""
+        self._refuse_gpu("one in the host's memory, or copy(),")
+        return {**self.__dict__, "derived": {}}
+
+    def _of_same_pattern(self, **arrays: Array) -> Self:
+        """Return a matrix with these arrays of values; what belongs to the pattern is shared."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **arrays)
+        return other
+
+    def _with_arrays(self, change: Callable[[Array], Array]) -> Self:
+        """Return a matrix with ``change(array)`` for each array of this one."""
+        arrays = {name: change(getattr(self, name)) for name in self.array_names}
+        parameters = {name: getattr(self, name) for name in self.parameter_names}
+        construct: Callable[..., Self] = type(self)
+        return construct(**arrays, shape=self.shape, **parameters, validate=False)
 
     @property
     def T(self) -> Self:
@@ -331,6 +453,8 @@ class SparseMatrix(ABC):
         It is built anew each time, in O(nnz + rows + columns): keep it where it is used more than
         once, or multiply with :meth:`transposed_matmul`. Stored zeros stay stored.
         """
+        if self.is_on_gpu:
+            return self._pack_rows(self._entry_rows(with_zeros=True).T, **self._layout())
         from twell_numba.formats.csr import CSRMatrix
 
         transpose = CSRMatrix._pack(*self.coordinates(), self.shape).T
@@ -360,12 +484,13 @@ class SparseMatrix(ABC):
 
     # ------------------------------------------------------------------ operators
 
-    def __matmul__(self, X: Any) -> np.ndarray:
-        """Return the product with a dense vector or matrix, a NumPy array.
+    def __matmul__(self, X: Any) -> Array:
+        """Return the product with a dense vector or matrix, an array where both are.
 
         Parameters
         ----------
         X : array, shape (columns,) or (columns, N)
+            A DeviceArray for a matrix on a GPU.
 
         Returns
         -------
@@ -382,8 +507,8 @@ class SparseMatrix(ABC):
         """
         return self._kernel("matmul")(self, X)
 
-    def __rmatmul__(self, X: Any) -> np.ndarray:
-        """Return ``X @ A`` of a dense vector or matrix ``X``, a NumPy array; as ``A @ X``.
+    def __rmatmul__(self, X: Any) -> Array:
+        """Return ``X @ A`` of a dense vector or matrix ``X``; as ``A @ X``.
 
         Parameters
         ----------
@@ -395,7 +520,7 @@ class SparseMatrix(ABC):
         """
         return self._kernel("left_matmul")(X, self)
 
-    def matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+    def matmul(self, X: Any, out: Array | None = None) -> Array:
         """Return ``A @ X``, in ``out`` if that is given.
 
         Parameters
@@ -412,7 +537,7 @@ class SparseMatrix(ABC):
         """
         return self._kernel("matmul")(self, X, out)
 
-    def transposed_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+    def transposed_matmul(self, X: Any, out: Array | None = None) -> Array:
         """Return ``A.T @ X`` without building the transpose; as :meth:`matmul`.
 
         Parameters
@@ -422,7 +547,7 @@ class SparseMatrix(ABC):
         """
         return self._kernel("transposed_matmul")(self, X, out)
 
-    def left_matmul(self, X: Any, out: np.ndarray | None = None) -> np.ndarray:
+    def left_matmul(self, X: Any, out: Array | None = None) -> Array:
         """Return ``X @ A``; as :meth:`matmul`.
 
         Parameters
@@ -464,8 +589,8 @@ class SparseMatrix(ABC):
     def __eq__(self, other: object) -> bool:
         """Whether both are the same matrix, by value.
 
-        Format, layout, dtype, stored zeros and the sign of zeros make no difference; NaN equals NaN
-        in the same place.
+        Format, layout, dtype, stored zeros, the sign of zeros and the device make no difference;
+        NaN equals NaN in the same place.
         """
         if not isinstance(other, SparseMatrix):
             return NotImplemented
@@ -485,10 +610,12 @@ class SparseMatrix(ABC):
         ------
         TypeError
             If the dense array would take more than :data:`LARGEST_IMPLICIT_ARRAY` bytes: that much
-            only ``to_dense()`` makes, so that it does not happen by accident.
+            only ``to_dense()`` makes, so that it does not happen by accident. Also for a matrix on
+            a GPU.
         ValueError
             If ``copy`` is False: a dense array is always a new one.
         """
+        self._refuse_gpu("a NumPy array")
         size = self.shape[0] * self.shape[1] * self.dtype.itemsize
         if size > LARGEST_IMPLICIT_ARRAY:
             raise TypeError(
@@ -505,17 +632,32 @@ class SparseMatrix(ABC):
         """Return a ``scipy.sparse.linalg.LinearOperator`` of this matrix, for SciPy's solvers.
 
         It keeps the matrix, without a copy, and multiplies through the kernels.
+
+        Raises
+        ------
+        TypeError
+            For a matrix on a GPU.
         """
+        self._refuse_gpu("one in the host's memory")
         from twell_numba.formats.linear_operator import MatrixOperator
 
         return MatrixOperator(self)
 
+    def _refuse_gpu(self, wanted: str) -> None:
+        if self.is_on_gpu:
+            raise TypeError(
+                f"{type(self).__name__} on {self.device} given, {wanted} wanted; use .to('cpu')"
+            )
+
     def __repr__(self) -> str:
         rows, columns = self.shape
-        nnz = self.nnz
-        parts = [f"{nnz:,} stored entries ({nnz / max(rows * columns, 1):.2%})"]
+        parts = []
+        if self.knows_nnz or not self.is_on_gpu:  # where counting would wait
+            nnz = self.nnz
+            parts += [f"{nnz:,} stored entries ({nnz / max(rows * columns, 1):.2%})"]
         parts += [f"{name} {value}" for name, value in self._layout().items()]
         parts += [*self._notes(), _readable_size(self.nbytes)]
+        parts += [f"on {self.device}"] if self.is_on_gpu else []
         return f"<{type(self).__name__} {rows} x {columns} {self.dtype.name}: {', '.join(parts)}>"
 
     def _notes(self) -> list[str]:
@@ -548,6 +690,11 @@ class SparseMatrix(ABC):
         from twell_numba.formats.files import load_as
 
         return load_as(cls, path)
+
+
+def device_of(array: Array) -> str:
+    """Return the name of the device that holds an array."""
+    return f"cuda:{array.gpu.id}" if is_on_gpu(array) else "cpu"
 
 
 def widened_for_scipy(values: np.ndarray) -> np.ndarray:

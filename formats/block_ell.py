@@ -5,13 +5,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from twell_numba.formats.arrays import (
+    Array,
+    host_array,
     kernel_array,
-    matrix_shape,
+    refuse_gpu,
     value_array,
     value_dtype,
     values_of_pattern,
 )
-from twell_numba.formats.base import SparseMatrix, widened_for_scipy
+from twell_numba.formats.base import SparseMatrix, on_host, widened_for_scipy
+from twell_numba.formats.csr import CSRMatrix
 from twell_numba.formats.ell import whole_number
 from twell_numba.formats.index_width import index_dtype, require_index_dtype
 
@@ -91,8 +94,8 @@ class BlockELLMatrix(SparseMatrix):
     parameter_names = ("block_size",)
     layout_names = ("block_size", "blocks_per_row")
 
-    values: np.ndarray
-    block_columns: np.ndarray
+    values: Array
+    block_columns: Array
 
     def __init__(
         self,
@@ -106,9 +109,7 @@ class BlockELLMatrix(SparseMatrix):
         self.block_size = whole_number(
             block_size, 1, LARGEST_BLOCK_SIZE, f"{type(self).__name__}: block_size"
         )
-        self.shape = matrix_shape(shape, type(self).__name__)
-        self.values = kernel_array(values)
-        self.block_columns = kernel_array(block_columns)
+        self._hold(shape, values=values, block_columns=block_columns)
         if validate:
             self.validate()
 
@@ -117,7 +118,7 @@ class BlockELLMatrix(SparseMatrix):
     @classmethod
     def _pack_dense(  # type: ignore[override]
         cls,
-        dense: np.ndarray,
+        dense: Array,
         *,
         block_size: int = DEFAULT_BLOCK_SIZE,
         blocks_per_row: int | None = None,
@@ -125,8 +126,8 @@ class BlockELLMatrix(SparseMatrix):
         from twell_numba.kernels.conversion import dense_to_block_ell
 
         block_size = whole_number(block_size, 1, LARGEST_BLOCK_SIZE, "BlockELLMatrix: block_size")
-        arrays = dense_to_block_ell(dense, block_size, blocks_per_row)
-        return cls(*arrays, dense.shape, block_size=block_size, validate=False)
+        values, block_columns = dense_to_block_ell(dense, block_size, blocks_per_row)
+        return cls(values, block_columns, dense.shape, block_size=block_size, validate=False)
 
     @classmethod
     def _pack(  # type: ignore[override]
@@ -159,11 +160,40 @@ class BlockELLMatrix(SparseMatrix):
         packed[block_rows, entry_slots, rows, columns] = values[order]
         return cls(packed, block_columns, shape, block_size=block_size, validate=False)
 
+    @classmethod
+    def _pack_rows(  # type: ignore[override]
+        cls,
+        entries: CSRMatrix,
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        blocks_per_row: int | None = None,
+    ) -> Self:
+        from twell_numba.kernels.conversion.cuda import blocks_of_rows
+
+        block_size = whole_number(block_size, 1, LARGEST_BLOCK_SIZE, "BlockELLMatrix: block_size")
+        arrays = blocks_of_rows(entries, block_size, blocks_per_row)
+        return cls(*arrays, entries.shape, block_size=block_size, validate=False)
+
+    def _entry_rows(self, *, with_zeros: bool) -> CSRMatrix:
+        from twell_numba.kernels.conversion.cuda import rows_of_blocks
+
+        return CSRMatrix(*rows_of_blocks(self, with_zeros=with_zeros), self.shape, validate=False)
+
+    def _dense_on_gpu(self) -> Array:
+        from twell_numba.kernels.conversion.cuda import dense_of_blocks
+
+        return dense_of_blocks(self)
+
     def _layout(self) -> dict[str, int]:
         return {"block_size": self.block_size}
 
-    def to_dense(self) -> np.ndarray:
-        """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype."""
+    def to_dense(self) -> Array:
+        """Return the matrix as a C-contiguous array of shape ``shape`` and the same dtype.
+
+        Of a matrix on a GPU it is an array there.
+        """
+        if self.is_on_gpu:
+            return self._dense_on_gpu()
         b = self.block_size
         block_rows, slots = self._blocks()
         block_columns = self.block_columns[block_rows, slots]
@@ -172,6 +202,7 @@ class BlockELLMatrix(SparseMatrix):
         blocks[block_rows, :, block_columns, :] = self.values[block_rows, slots]
         return np.ascontiguousarray(dense[: self.shape[0], : self.shape[1]])
 
+    @on_host
     def to_scipy(self, format: str = "csr") -> Any:
         """Return the matrix as a SciPy sparse array; see :meth:`SparseMatrix.to_scipy`.
 
@@ -197,6 +228,12 @@ class BlockELLMatrix(SparseMatrix):
         It is built anew each time, in O(nnz + blocks log blocks): keep it where it is used more
         than once. Every block stays stored, also one of zeros.
         """
+        if self.is_on_gpu:
+            from twell_numba.kernels.conversion.cuda import transposed_blocks
+
+            arrays = transposed_blocks(self)
+            shape = (self.shape[1], self.shape[0])
+            return type(self)(*arrays, shape, block_size=self.block_size, validate=False)
         block_rows, slots = self._blocks()
         old_columns = self.block_columns[block_rows, slots]
         # Block rows ascend already, and still do among equal columns after a stable sort.
@@ -209,6 +246,7 @@ class BlockELLMatrix(SparseMatrix):
         values[new_rows, new_slots] = self.values[block_rows, slots].transpose(0, 2, 1)
         return type(self)(values, new_columns, shape, block_size=b, validate=False)
 
+    @on_host
     def to_blocked_ell_arrays(self) -> BlockedELLArrays:
         """Return copies of the arrays in the layout of cuSPARSE's Blocked-ELL, padding zero."""
         b = self.block_size
@@ -253,6 +291,7 @@ class BlockELLMatrix(SparseMatrix):
         """
         owner = f"{cls.__name__}.from_blocked_ell_arrays"
         b = whole_number(block_size, 1, LARGEST_BLOCK_SIZE, f"{owner}: block_size")
+        refuse_gpu(column_indices, f"{owner}: column_indices")
         indices = kernel_array(column_indices)
         require_index_dtype(indices, f"{owner}: column_indices")
         given = kernel_array(value_array(values, f"{owner}: values"))
@@ -291,39 +330,41 @@ class BlockELLMatrix(SparseMatrix):
     @property
     def blocks(self) -> int:
         """Number of stored blocks."""
-        return int(np.count_nonzero(self.block_columns != NO_BLOCK))
+        return int(np.count_nonzero(host_array(self.block_columns) != NO_BLOCK))
 
     @property
     def nnz(self) -> int:
         """Number of elements of stored blocks inside the matrix, zeros included."""
-        block_rows, slots = self._blocks()
+        block_columns = host_array(self.block_columns)
+        block_rows, slots = np.nonzero(block_columns != NO_BLOCK)
         heights = self._inside(block_rows, self.shape[0])
-        widths = self._inside(self.block_columns[block_rows, slots], self.shape[1])
+        widths = self._inside(block_columns[block_rows, slots], self.shape[1])
         return int((heights * widths).sum())
 
     @property
-    def stored_values(self) -> np.ndarray:
+    def stored_values(self) -> Array:
         """The array of the blocks, ``values``, without a copy: what training changes."""
         return self.values
 
     def with_values(self, values: Any) -> Self:
         """Return a matrix of this pattern with other values; ``block_columns`` is shared.
 
+        With it all that kernels make of the pattern once, such as its order by columns.
+
         Parameters
         ----------
         values : array, shape (block_rows, blocks_per_row, b, b)
-            Held without a copy where a kernel can read it as it is.
+            Held without a copy where a kernel can read it as it is. On the device of the matrix.
 
         Raises
         ------
         TypeError, ValueError
             If it has another shape, or a dtype that is not accepted.
         """
-        values = values_of_pattern(values, self.values.shape, type(self).__name__)
-        return type(self)(
-            values, self.block_columns, self.shape, block_size=self.block_size, validate=False
-        )
+        values = values_of_pattern(values, self.values, type(self).__name__)
+        return self._of_same_pattern(values=values)
 
+    @on_host
     def stored_places(self) -> np.ndarray:
         """Return which elements of ``values`` are entries of the matrix, bool of its shape.
 
@@ -331,11 +372,12 @@ class BlockELLMatrix(SparseMatrix):
         """
         return ~self._padding()["values"]
 
+    @on_host
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.
 
-        Each has shape (nnz,); rows and columns are int64. They are copies. Zeros inside the stored
-        blocks are among them.
+        Each has shape (nnz,); rows and columns are int64. They are copies, in the host's memory.
+        Zeros inside the stored blocks are among them.
         """
         b = self.block_size
         block_rows, slots = self._blocks()
@@ -380,10 +422,11 @@ class BlockELLMatrix(SparseMatrix):
         return {"values": ~inside}
 
     def _notes(self) -> list[str]:
-        return [f"{self.blocks} blocks"]
+        return [] if self.is_on_gpu else [f"{self.blocks} blocks"]
 
     # ------------------------------------------------------------------ invariants
 
+    @on_host
     def validate(self) -> None:
         """Check every invariant of the format; padding is not looked at.
 

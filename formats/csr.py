@@ -4,13 +4,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from twell_numba.formats.arrays import (
-    kernel_array,
-    matrix_shape,
-    value_dtype,
-    values_of_pattern,
-)
-from twell_numba.formats.base import SparseMatrix, is_nonzero
+from twell_numba.formats.arrays import Array, host_array, value_dtype, values_of_pattern
+from twell_numba.formats.base import SparseMatrix, is_nonzero, on_host
 from twell_numba.formats.index_width import index_dtype, require_index_dtype
 
 
@@ -50,10 +45,11 @@ class CSRMatrix(SparseMatrix):
     format_name = "csr"
     kernel_family = "csr"
     array_names = ("data", "indices", "indptr")
+    knows_nnz = True
 
-    data: np.ndarray
-    indices: np.ndarray
-    indptr: np.ndarray
+    data: Array
+    indices: Array
+    indptr: Array
 
     def __init__(
         self,
@@ -64,17 +60,14 @@ class CSRMatrix(SparseMatrix):
         *,
         validate: bool = True,
     ) -> None:
-        self.shape = matrix_shape(shape, type(self).__name__)
-        self.data = kernel_array(data)
-        self.indices = kernel_array(indices)
-        self.indptr = kernel_array(indptr)
+        self._hold(shape, data=data, indices=indices, indptr=indptr)
         if validate:
             self.validate()
 
     # ------------------------------------------------------------------ conversions
 
     @classmethod
-    def _pack_dense(cls, dense: np.ndarray) -> Self:  # type: ignore[override]
+    def _pack_dense(cls, dense: Array) -> Self:  # type: ignore[override]
         from twell_numba.kernels.conversion import dense_to_csr
 
         data, indices, indptr = dense_to_csr(dense)
@@ -89,6 +82,20 @@ class CSRMatrix(SparseMatrix):
         indices = columns.astype(index_dtype(shape[1]))
         return cls(values, indices, indptr, shape, validate=False)
 
+    @classmethod
+    def _pack_rows(cls, entries: "CSRMatrix") -> Self:  # type: ignore[override]
+        return cls(entries.data, entries.indices, entries.indptr, entries.shape, validate=False)
+
+    def _entry_rows(self, *, with_zeros: bool) -> "CSRMatrix":
+        from twell_numba.kernels.conversion.cuda import rows_of_csr
+
+        return CSRMatrix(*rows_of_csr(self, with_zeros=with_zeros), self.shape, validate=False)
+
+    def _dense_on_gpu(self) -> Array:
+        from twell_numba.kernels.conversion.cuda import dense_of_csr
+
+        return dense_of_csr(self)
+
     def _layout(self) -> dict[str, int]:
         return {}
 
@@ -101,8 +108,9 @@ class CSRMatrix(SparseMatrix):
         """
         from twell_numba.kernels.conversion import transpose_csr
 
-        arrays = transpose_csr(self.data, self.indices, self.indptr, self.shape[1])
-        return type(self)(*arrays, (self.shape[1], self.shape[0]), validate=False)
+        rows, columns = self.shape
+        data, indices, indptr = transpose_csr(self.data, self.indices, self.indptr, columns)
+        return type(self)(data, indices, indptr, (columns, rows), validate=False)
 
     # ------------------------------------------------------------------ entries
 
@@ -117,44 +125,48 @@ class CSRMatrix(SparseMatrix):
         return self.data.size
 
     @property
-    def stored_values(self) -> np.ndarray:
+    def stored_values(self) -> Array:
         """The array of the values, ``data``, without a copy: what training changes."""
         return self.data
 
     def with_values(self, values: Any) -> Self:
         """Return a matrix of this pattern with other values; index arrays are shared.
 
+        With them all that kernels make of the pattern once, such as its order by columns.
+
         Parameters
         ----------
         values : array, shape (nnz,)
-            Held without a copy where a kernel can read it as it is.
+            Held without a copy where a kernel can read it as it is. On the device of the matrix.
 
         Raises
         ------
         TypeError, ValueError
             If it has another shape, or a dtype that is not accepted.
         """
-        values = values_of_pattern(values, self.data.shape, type(self).__name__)
-        return type(self)(values, self.indices, self.indptr, self.shape, validate=False)
+        values = values_of_pattern(values, self.data, type(self).__name__)
+        return self._of_same_pattern(data=values)
 
+    @on_host
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.
 
-        Each has shape (nnz,); rows and columns are int64. They are copies.
+        Each has shape (nnz,); rows and columns are int64. They are copies, in the host's memory.
         """
         rows = np.repeat(np.arange(self.shape[0]), self.row_lengths())
         return rows, self.indices.astype(np.int64), self.data.copy()
 
     def count_nonzero(self) -> int:
         """Return the number of entries that are not zero (NaN is not zero)."""
-        return int(np.count_nonzero(is_nonzero(self.data)))
+        return int(np.count_nonzero(is_nonzero(host_array(self.data))))
 
     def row_lengths(self) -> np.ndarray:
         """Return the number of stored entries of each row, int64, shape (rows,)."""
-        return np.diff(self.indptr.astype(np.int64))
+        return np.diff(host_array(self.indptr).astype(np.int64))
 
     # ------------------------------------------------------------------ invariants
 
+    @on_host
     def validate(self) -> None:
         """Check every invariant of the format.
 

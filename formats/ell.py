@@ -10,8 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.formats.arrays import kernel_array, matrix_shape, value_dtype
-from twell_numba.formats.base import SparseMatrix
+from twell_numba.formats.arrays import (
+    Array,
+    host_array,
+    is_on_gpu,
+    kernel_array,
+    matrix_shape,
+    value_dtype,
+)
+from twell_numba.formats.base import SparseMatrix, is_nonzero, on_host
 
 
 class ELLMatrix(SparseMatrix):
@@ -32,11 +39,11 @@ class ELLMatrix(SparseMatrix):
 
     array_names = ("values", "columns", "counts", "tail_rows", "tail_values")
 
-    values: np.ndarray
-    columns: np.ndarray
-    counts: np.ndarray
-    tail_rows: np.ndarray
-    tail_values: np.ndarray
+    values: Array
+    columns: Array
+    counts: Array
+    tail_rows: Array
+    tail_values: Array
 
     def _set_arrays(
         self,
@@ -48,20 +55,24 @@ class ELLMatrix(SparseMatrix):
         tail_values: Any,
     ) -> None:
         """Set the attributes, without copying arrays that kernels can use as they are."""
-        self.shape = matrix_shape(shape, type(self).__name__)
-        self.values = kernel_array(values)
-        self.columns = kernel_array(columns)
-        self.counts = kernel_array(counts)
-        if tail_rows is None and tail_values is None:
-            tail_rows = np.zeros(0, np.int64)
-            tail_values = np.zeros((0, self.shape[1]), self.values.dtype)
-        elif tail_rows is None or tail_values is None:
+        if (tail_rows is None) != (tail_values is None):
             raise ValueError(
                 f"{type(self).__name__}: one of tail_rows and tail_values given, "
                 "both or none wanted"
             )
-        self.tail_rows = kernel_array(tail_rows)
-        self.tail_values = kernel_array(tail_values)
+        if tail_rows is None:
+            columns_of_row = matrix_shape(shape, type(self).__name__)[1]
+            values = kernel_array(values)
+            tail_rows = _empty_beside(values, (0,), np.dtype(np.int64))
+            tail_values = _empty_beside(values, (0, columns_of_row), values.dtype)
+        self._hold(
+            shape,
+            values=values,
+            columns=columns,
+            counts=counts,
+            tail_rows=tail_rows,
+            tail_values=tail_values,
+        )
 
     # ------------------------------------------------------------------ what a subclass provides
 
@@ -86,6 +97,19 @@ class ELLMatrix(SparseMatrix):
     def _place(self, segment: int) -> str:
         """Return how a message names a segment."""
 
+    # ------------------------------------------------------------------ on a GPU
+
+    def _entry_rows(self, *, with_zeros: bool) -> Any:
+        from twell_numba.formats.csr import CSRMatrix
+        from twell_numba.kernels.conversion.cuda import rows_of_segments
+
+        return CSRMatrix(*rows_of_segments(self, with_zeros=with_zeros), self.shape, validate=False)
+
+    def _dense_on_gpu(self) -> Array:
+        from twell_numba.kernels.conversion.cuda import dense_of_segments
+
+        return dense_of_segments(self)
+
     # ------------------------------------------------------------------ entries
 
     @property
@@ -96,14 +120,15 @@ class ELLMatrix(SparseMatrix):
     @property
     def nnz(self) -> int:
         """Number of stored entries: all used slots, and what is not zero in the tail."""
-        in_slots = int(self.counts.sum(dtype=np.int64))
-        return in_slots + int(np.count_nonzero(self.tail_values != self.dtype.type(0)))
+        in_slots = int(host_array(self.counts).sum(dtype=np.int64))
+        return in_slots + int(np.count_nonzero(is_nonzero(host_array(self.tail_values))))
 
+    @on_host
     def coordinates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the stored entries as (rows, columns, values), by row and then by column.
 
-        Each has shape (nnz,); rows and columns are int64. They are copies. Zeros in the tail are
-        not entries.
+        Each has shape (nnz,); rows and columns are int64. They are copies, in the host's memory.
+        Zeros in the tail are not entries.
         """
         stored = self.stored()
         segments = np.repeat(np.arange(self.counts.size), self.counts.ravel())
@@ -124,8 +149,9 @@ class ELLMatrix(SparseMatrix):
         """Return which slots are used, a mask of the shape of ``values``."""
         if self.counts.size == 0:  # without rows, a file could claim any number of slots
             return np.zeros(self.values.shape, bool)
-        return np.arange(self.values.shape[-1]) < self.counts[..., np.newaxis]
+        return np.arange(self.values.shape[-1]) < host_array(self.counts)[..., np.newaxis]
 
+    @on_host
     def values_as(self, dtype: np.dtype) -> np.ndarray:
         """Return a copy of ``values`` in ``dtype``, with zeros in place of padding."""
         stored = self.stored()
@@ -142,6 +168,7 @@ class ELLMatrix(SparseMatrix):
 
     # ------------------------------------------------------------------ invariants
 
+    @on_host
     def validate(self) -> None:
         """Check every invariant of the format; padding is not looked at.
 
@@ -247,6 +274,15 @@ class ELLMatrix(SparseMatrix):
                 f"{type(self).__name__}: {self._place(segment)}: count {counts[place, in_row]} "
                 "given for a row that is in the tail, 0 wanted"
             )
+
+
+def _empty_beside(array: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return an array without elements on the device of another."""
+    if not is_on_gpu(array):
+        return np.zeros(shape, dtype)
+    from twell_numba.device.gpu import empty
+
+    return empty(shape, dtype, array.stream)
 
 
 def pack_segments(

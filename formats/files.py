@@ -39,6 +39,7 @@ def save(matrix: SparseMatrix, path: str | PathLike[str]) -> None:
     ValueError, TypeError
         If the matrix is not valid.
     """
+    matrix = matrix.to("cpu")
     matrix.validate()
     metadata = {
         "format": matrix.format_name,

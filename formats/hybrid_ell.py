@@ -4,6 +4,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from twell_numba.formats.arrays import Array
+from twell_numba.formats.csr import CSRMatrix
 from twell_numba.formats.ell import ELLMatrix, pack_segments, whole_number
 from twell_numba.formats.index_width import index_dtype
 
@@ -80,7 +82,7 @@ class HybridELLMatrix(ELLMatrix):
 
     @classmethod
     def _pack_dense(  # type: ignore[override]
-        cls, dense: np.ndarray, *, width: int = DEFAULT_WIDTH
+        cls, dense: Array, *, width: int = DEFAULT_WIDTH
     ) -> Self:
         from twell_numba.kernels.conversion import dense_to_segments
 
@@ -88,9 +90,20 @@ class HybridELLMatrix(ELLMatrix):
         return cls._from_segments(dense_to_segments(dense, **_segments(shape, width)), shape)
 
     @classmethod
-    def _from_segments(cls, arrays: dict[str, np.ndarray], shape: tuple[int, int]) -> Self:
-        for name in ("values", "columns", "counts"):
-            arrays[name] = arrays[name][:, 0]
+    def _pack_rows(  # type: ignore[override]
+        cls, entries: CSRMatrix, *, width: int = DEFAULT_WIDTH
+    ) -> Self:
+        from twell_numba.kernels.conversion.cuda import segments_of_rows
+
+        arrays = segments_of_rows(entries, **_segments(entries.shape, width))
+        return cls._from_segments(arrays, entries.shape)
+
+    @classmethod
+    def _from_segments(cls, arrays: dict[str, Array], shape: tuple[int, int]) -> Self:
+        # without the one segment a row
+        arrays["values"] = arrays["values"].reshape(shape[0], arrays["values"].shape[2])
+        arrays["columns"] = arrays["columns"].reshape(arrays["values"].shape)
+        arrays["counts"] = arrays["counts"].reshape(shape[0])
         return cls(**arrays, shape=shape, validate=False)
 
     def _layout(self) -> dict[str, int]:

@@ -4,6 +4,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from twell_numba.formats.arrays import Array
+from twell_numba.formats.csr import CSRMatrix
 from twell_numba.formats.ell import ELLMatrix, pack_segments, whole_number
 
 # Columns are held as 16-bit offsets inside their tile.
@@ -98,7 +100,7 @@ class TwELLMatrix(ELLMatrix):
     @classmethod
     def _pack_dense(  # type: ignore[override]
         cls,
-        dense: np.ndarray,
+        dense: Array,
         *,
         tile: int = DEFAULT_TILE,
         compression: int | None = None,
@@ -110,6 +112,21 @@ class TwELLMatrix(ELLMatrix):
         segments = _segments(shape, tile, compression, slots)
         arrays = dense_to_segments(dense, **segments)
         return cls(**arrays, shape=shape, tile=segments["segment_width"], validate=False)
+
+    @classmethod
+    def _pack_rows(  # type: ignore[override]
+        cls,
+        entries: CSRMatrix,
+        *,
+        tile: int = DEFAULT_TILE,
+        compression: int | None = None,
+        slots: int | None = None,
+    ) -> Self:
+        from twell_numba.kernels.conversion.cuda import segments_of_rows
+
+        segments = _segments(entries.shape, tile, compression, slots)
+        arrays = segments_of_rows(entries, **segments)
+        return cls(**arrays, shape=entries.shape, tile=segments["segment_width"], validate=False)
 
     def _layout(self) -> dict[str, int]:
         return {"tile": self.tile, "slots": self.slots}

@@ -1,4 +1,7 @@
-"""Times of the sparse formats' products and conversions against SciPy and dense NumPy."""
+"""Times of the sparse formats' products and conversions against SciPy and dense NumPy.
+
+On the CPU; for a GPU see :mod:`twell_numba.infer.benchmark_formats_gpu`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,7 +35,43 @@ class ProductShape:
     block_size: int = 16
 
 
-def benchmark_formats(shape: ProductShape, rounds: int, seed: int) -> Iterator[list[dict]]:
+# What is measured unless other sizes are asked for: M, K, N and the size of blocks.
+DEFAULT_SIZES = {"cpu": (4096, 4096, 256, 16), "cuda": (8192, 8192, 2048, 32)}
+
+
+def default_product_shape(
+    device: str,
+    rows: int | None,
+    columns: int | None,
+    right_columns: int | None,
+    density: float,
+    block_size: int | None,
+) -> ProductShape:
+    """Return the sizes asked for, and the device's where none is."""
+    defaults = DEFAULT_SIZES[device.partition(":")[0]]
+    m, k, n, b = (
+        given or default
+        for given, default in zip((rows, columns, right_columns, block_size), defaults, strict=True)
+    )
+    return ProductShape(m, k, n, density, b)
+
+
+def benchmark_formats(
+    shape: ProductShape, rounds: int, seed: int, device: str = "cpu", dtype: str = "float32"
+) -> Iterator[list[dict]]:
+    """Time the products of every format, and its conversion from dense, on any device.
+
+    See :func:`benchmark_formats_on_cpu` and
+    :func:`~twell_numba.infer.benchmark_formats_gpu.benchmark_formats_on_gpu`.
+    """
+    if device == "cpu":
+        return benchmark_formats_on_cpu(shape, rounds, seed)
+    from twell_numba.infer.benchmark_formats_gpu import benchmark_formats_on_gpu
+
+    return benchmark_formats_on_gpu(shape, rounds, seed, device, dtype)
+
+
+def benchmark_formats_on_cpu(shape: ProductShape, rounds: int, seed: int) -> Iterator[list[dict]]:
     """Time the products of every format in float32, and its conversion from dense.
 
     CSR, hybrid ELL and TwELL hold one matrix of which single entries are nonzero, at random places;
@@ -57,53 +96,68 @@ def benchmark_formats(shape: ProductShape, rounds: int, seed: int) -> Iterator[l
         the format's, ``scipy_ms`` SciPy's. ``max_relative_error`` is norm-wise, against float64.
     """
     random = np.random.default_rng(seed)
-    blocks = (-(-shape.rows // shape.block_size), -(-shape.columns // shape.block_size))
+    for pattern in random_patterns(shape, random):
+        yield from _Problem(shape, random, pattern).measure(rounds)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Where a matrix is not zero, and the formats that hold it.
+
+    Attributes
+    ----------
+    mask : ndarray of bool, shape (M, K)
+    layouts : dict
+        Format name to its class, and the keywords of its ``from_dense``.
+    is_blocked : bool
+        Whether whole blocks are not zero.
+    """
+
+    mask: np.ndarray
+    layouts: dict[str, tuple[type[SparseMatrix], dict[str, int]]]
+    is_blocked: bool
+
+
+def random_patterns(shape: ProductShape, random: np.random.Generator) -> list[Pattern]:
+    """Return a pattern of single entries and one of whole blocks."""
     b = shape.block_size
+    blocks = (-(-shape.rows // b), -(-shape.columns // b))
     block_mask = np.repeat(np.repeat(random.random(blocks) < shape.density, b, 0), b, 1)
     entry_mask = random.random((shape.rows, shape.columns)) < shape.density
     wide = max(128, int(1.5 * shape.density * shape.columns))
-    by_entries = _Problem(
-        shape,
-        random,
-        entry_mask,
-        "csr",
-        {
-            "csr": (CSRMatrix, {}),
-            "hybrid_ell": (HybridELLMatrix, {"width": wide}),
-            "twell": (TwELLMatrix, {"slots": min(256, max(32, int(2.5 * shape.density * 256)))}),
-        },
-    )
-    by_blocks = _Problem(
-        shape,
-        random,
-        block_mask[: shape.rows, : shape.columns],
-        "bsr",
-        {"block_ell": (BlockELLMatrix, {"block_size": b})},
-    )
-    for problem in (by_entries, by_blocks):
-        yield from problem.measure(rounds)
+    slots = min(256, max(32, int(2.5 * shape.density * 256)))
+    return [
+        Pattern(
+            entry_mask,
+            {
+                "csr": (CSRMatrix, {}),
+                "hybrid_ell": (HybridELLMatrix, {"width": wide}),
+                "twell": (TwELLMatrix, {"slots": slots}),
+            },
+            is_blocked=False,
+        ),
+        Pattern(
+            block_mask[: shape.rows, : shape.columns],
+            {"block_ell": (BlockELLMatrix, {"block_size": b})},
+            is_blocked=True,
+        ),
+    ]
 
 
 class _Problem:
     """One matrix in NumPy, SciPy and some formats, and the operands of its products."""
 
-    def __init__(
-        self,
-        shape: ProductShape,
-        random: np.random.Generator,
-        mask: np.ndarray,
-        scipy_format: str,
-        layouts: dict[str, tuple[type[SparseMatrix], dict[str, int]]],
-    ) -> None:
+    def __init__(self, shape: ProductShape, random: np.random.Generator, pattern: Pattern) -> None:
         self.shape = shape
-        self.dense = random.standard_normal(mask.shape, np.float32) * mask
+        self.dense = random.standard_normal(pattern.mask.shape, np.float32) * pattern.mask
         self.X = random.standard_normal((shape.columns, shape.right_columns), np.float32)
         self.Y = random.standard_normal((shape.rows, shape.right_columns), np.float32)
         self.left = np.ascontiguousarray(self.Y.T)
-        self.scipy_format, self.layouts = scipy_format, layouts
+        self.layouts, self.is_blocked = pattern.layouts, pattern.is_blocked
         self.scipy_matrix = self._to_scipy()
         self.matrices = {
-            name: cls.from_dense(self.dense, **layout) for name, (cls, layout) in layouts.items()
+            name: cls.from_dense(self.dense, **layout)
+            for name, (cls, layout) in self.layouts.items()
         }
         self.places = np.nonzero(self.dense)
         self.exact_matrix = scipy.sparse.csr_array(self.dense.astype(np.float64))
@@ -153,7 +207,7 @@ class _Problem:
 
     def _to_scipy(self) -> Any:
         b = self.shape.block_size
-        if self.scipy_format == "csr" or any(size % b for size in self.dense.shape):
+        if not self.is_blocked or any(size % b for size in self.dense.shape):
             return scipy.sparse.csr_array(self.dense)
         return scipy.sparse.bsr_array(self.dense, blocksize=(b, b))
 

@@ -1,83 +1,104 @@
-"""Times of a feedforward layer with sparse weights against the same layer, dense, in NumPy."""
+"""Times of a feedforward layer with sparse weights against the same layer with dense ones."""
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
+from twell_numba.infer.benchmark import time_where_it_runs
 from twell_numba.infer.ffn_problem import (
     FFNProblem,
-    FFNShape,
     NumPyFFN,
     error_of_layer,
     layer_run,
 )
-from twell_numba.infer.timing import time_in_turn
 from twell_numba.layers.ffn import GatedFFN
 from twell_numba.layers.parameter import SparseParameter
 
 # Sparse calls are short: without it, they would be timed on cores that have just woken up.
 WARM_SECONDS = 0.02
 
+OPERATIONS = ("forward", "forward+backward")
+
 
 def benchmark_weights(
-    shape: FFNShape, density: float, block_size: int, rounds: int, seed: int, backward: bool
-) -> list[dict]:
-    """Time a gated FFN in float32 of which the weights are sparse.
+    problem: FFNProblem,
+    density: float,
+    block_size: int,
+    rounds: int,
+    operations: Sequence[str] = OPERATIONS,
+) -> Iterator[list[dict]]:
+    """Time a gated FFN of which the weights are sparse.
 
     Parameters
     ----------
-    shape : FFNShape
-        With more than one token; ``nonzeros`` is how many neurons would fire for one if all weights
-        were there.
+    problem : FFNProblem
+        ``nonzeros`` is how many neurons would fire for a token if all weights were there. It is
+        left as it is.
     density : float
         Fraction of the weights (for block-ELL: of the blocks) that are not zero, drawn at random.
     block_size : int
         b of block-ELL.
     rounds : int
         Timed calls of each path.
-    seed : int
-        Of the random weights and inputs.
-    backward : bool
-        Time forward and backward together; otherwise the forward pass.
+    operations : sequence of str
+        Some of ``OPERATIONS``.
 
-    Returns
-    -------
+    Yields
+    ------
     list of dict
-        One row for ``csr`` and one for ``block_ell``, with the keys of ``twell bench --json``.
-        ``dense_ms`` is NumPy's time for the dense layer, whose speed zeros do not change.
-        ``density`` is what is stored of all weights. Errors as in
-        :func:`~twell_numba.infer.benchmark.benchmark_ffn`.
+        For each operation, one row for ``csr`` and one for ``block_ell``, with the keys of ``twell
+        bench --json``. ``dense_ms`` is the time for the dense layer, whose speed zeros do not
+        change: on the CPU NumPy's, on a GPU that of the path ``dense``. ``density`` is what is
+        stored of all weights. Errors as in :func:`~twell_numba.infer.benchmark.benchmark_ffn`.
     """
     problems = {
-        "csr": _with_sparse_weights(FFNProblem(shape, seed), density, 1),
-        "block_ell": _with_sparse_weights(FFNProblem(shape, seed), density, block_size),
+        "csr": _with_sparse_weights(problem, density, 1),
+        "block_ell": _with_sparse_weights(problem, density, block_size),
     }
     hold: dict[str, Callable[[np.ndarray], CSRMatrix | BlockELLMatrix]] = {
         "csr": CSRMatrix.from_dense,
         "block_ell": lambda weight: BlockELLMatrix.from_dense(weight, block_size=block_size),
     }
-    layers = {path: problem.layer(path, hold[path]) for path, problem in problems.items()}
-    calls = {"numpy": NumPyFFN(problems["csr"]).run(backward)}
-    for path, layer in layers.items():
-        calls[path] = layer_run(layer, problems[path], backward)
-    milliseconds = time_in_turn(calls, rounds, warm_seconds=WARM_SECONDS)
-    return [
-        {
-            "operation": "forward+backward" if backward else "forward",
-            "path": path,
-            "device": "cpu",
-            "dtype": "float32",
-            "shape": {"M": shape.tokens, "D": shape.width, "F": shape.neurons},
-            "density": _stored_density(layer),
-            "dense_ms": milliseconds["numpy"],
-            "sparse_ms": milliseconds[path],
-            "speedup": milliseconds["numpy"] / milliseconds[path],
-            "max_relative_error": error_of_layer(problems[path], layer, backward),
-        }
-        for path, layer in layers.items()
-    ]
+    layers = {path: sparse.layer(path, hold[path]) for path, sparse in problems.items()}
+    for operation in operations:
+        backward = operation == "forward+backward"
+        calls: dict[str, Callable[[], object]] = {}
+        if problem.device == "cpu":
+            calls["dense"] = NumPyFFN(problems["csr"]).run(backward)
+        else:
+            calls["dense"] = layer_run(problems["csr"].layer("dense"), problems["csr"], backward)
+        for path, layer in layers.items():
+            calls[path] = layer_run(layer, problems[path], backward)
+        milliseconds = time_where_it_runs(problem.device, calls, rounds, WARM_SECONDS)
+        yield [
+            _row(operation, path, problems[path], layer, milliseconds)
+            for path, layer in layers.items()
+        ]
+
+
+def _row(
+    operation: str,
+    path: str,
+    problem: FFNProblem,
+    layer: GatedFFN,
+    milliseconds: dict[str, float],
+) -> dict:
+    shape = problem.shape
+    return {
+        "operation": operation,
+        "path": path,
+        "device": problem.device,
+        "dtype": problem.dtype.name,
+        "shape": {"M": shape.tokens, "D": shape.width, "F": shape.neurons},
+        "density": _stored_density(layer),
+        "dense_ms": milliseconds["dense"],
+        "sparse_ms": milliseconds[path],
+        "speedup": milliseconds["dense"] / milliseconds[path],
+        "max_relative_error": error_of_layer(problem, layer, operation == "forward+backward"),
+    }
 
 
 def break_even_density(rows: list[dict]) -> float | None:
@@ -111,13 +132,20 @@ def _stored_density(layer: GatedFFN) -> float:
 
 
 def _with_sparse_weights(problem: FFNProblem, density: float, block_size: int) -> FFNProblem:
-    """Set most b x b blocks of the weights to zero; the rest grows, so that sums stay as large."""
+    """Return a copy of which most b x b blocks of the weights are zero.
+
+    The rest is larger, so that sums stay as large.
+    """
+    sparse = problem.with_nonzeros(problem.shape.nonzeros)
+    sparse.random = copy.deepcopy(problem.random)  # the same pattern each time
     rows, columns = problem.gate.shape
+    blocks = (-(-rows // block_size), -(-columns // block_size))
     for name in ("gate", "up", "down"):
-        blocks = (-(-rows // block_size), -(-columns // block_size))
-        keep = problem.random.random(blocks) < density
+        keep = sparse.random.random(blocks) < density
         keep[0, 0] = True
         elements = keep.repeat(block_size, axis=0).repeat(block_size, axis=1)[:rows, :columns]
-        weight = getattr(problem, name) * elements / np.float32(math.sqrt(density))
-        setattr(problem, name, weight)
-    return problem
+        weight = (
+            getattr(sparse, name).astype(np.float32) * elements / np.float32(math.sqrt(density))
+        )
+        setattr(sparse, name, weight.astype(problem.dtype))
+    return sparse

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 
+from twell_numba.device.arrays import to_host
 from twell_numba.errors import TwellError
 from twell_numba.kernels.cross_entropy import cross_entropy
 from twell_numba.models.tokenizer import TextTokenizer
@@ -98,7 +99,7 @@ def _measure(model: Transformer, windows: np.ndarray, batch_size: int) -> _Measu
         batch = np.asarray(windows[start : start + batch_size], np.int64)
         logits = model.logits(batch[:, :-1])
         losses, _ = cross_entropy(logits, batch[:, 1:].reshape(-1))
-        total_loss += float(losses.sum(dtype=np.float64))
+        total_loss += float(to_host(losses).sum(dtype=np.float64))
         for layer, ffn in enumerate(layers):
             nonzeros[layer] += ffn.statistics.nonzeros
             fired[layer] |= ffn.statistics.fired
@@ -114,7 +115,7 @@ def require_finite_weights(model: Transformer) -> None:
         One line naming the first parameter with such weights.
     """
     for name, parameter in model.parameters().items():
-        if not np.isfinite(parameter.value).all():
+        if not np.isfinite(to_host(parameter.value)).all():
             raise TwellError(
                 f"{name} of the model holds weights that are not finite: the model has diverged, "
                 f"use an earlier checkpoint"

@@ -1,14 +1,16 @@
 """Text from a model, piece by piece."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
+from twell_numba.device.arrays import Array
 from twell_numba.errors import UsageError
 from twell_numba.infer.sampling import check_sampling, sample
 from twell_numba.infer.text_stream import TextStream
 from twell_numba.models.cache import KVCache
+from twell_numba.models.recorded_decoding import RecordedDecoding
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 
@@ -64,7 +66,7 @@ class Generation:
         next_logits = self._cached_logits() if self._use_cache else self._recomputed_logits()
         for _ in range(min(self._max_new_tokens, room)):
             # The head may have rows for tokens that the tokenizer does not know.
-            logits = next(next_logits)[: self._tokenizer.vocab_size]
+            logits = next(next_logits)[0 : self._tokenizer.vocab_size]
             token = self._sample(logits)
             self.tokens.append(token)
             if piece := stream.push(self._tokenizer.decode_bytes([token])):
@@ -73,22 +75,26 @@ class Generation:
         if rest := stream.finish():
             yield rest
 
-    def _cached_logits(self) -> Iterator[np.ndarray]:
+    def _cached_logits(self) -> Iterator[Array]:
         """Yield logits (V,) of the next token, each time computing only the newest token."""
         config = self._model.config
         longest = len(self.prompt_tokens) + self._max_new_tokens
         capacity = min(config.context_length, longest)
-        cache = KVCache(config, 1, capacity, self._model.dtype)
-        newest = self.prompt_tokens[None, :]
+        model = self._model
+        cache = KVCache(config, 1, capacity, model.dtype, model.stream)
+        yield model.step(self.prompt_tokens[None, :], cache).reshape(-1)
+        step: Callable[[np.ndarray], Array] = partial(model.step, cache=cache)
+        if model.stream is not None:
+            step = RecordedDecoding(model, cache)
         while True:
-            yield self._model.step(newest, cache)[0]
-            newest = np.array([[self.tokens[-1]]])
+            yield step(np.array([[self.tokens[-1]]])).reshape(-1)
 
-    def _recomputed_logits(self) -> Iterator[np.ndarray]:
+    def _recomputed_logits(self) -> Iterator[Array]:
         """Yield logits (V,) of the next token, each time computing the whole sequence anew."""
         while True:
             sequence = np.concatenate([self.prompt_tokens, np.array(self.tokens, np.int64)])
-            yield self._model.logits(sequence[None, :])[-1]
+            logits = self._model.logits(sequence[None, :])
+            yield logits[len(sequence) - 1 : len(sequence)].reshape(-1)
 
 
 def generate(

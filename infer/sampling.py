@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 
+from twell_numba.device.arrays import Array, is_on_gpu, to_host
 from twell_numba.errors import TwellError, UsageError
+from twell_numba.kernels.sampling import sample_token
 
 
 def sample(
-    logits: np.ndarray,
+    logits: Array,
     rng: np.random.Generator,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -18,8 +20,8 @@ def sample(
 
     Parameters
     ----------
-    logits : ndarray, shape (V,)
-        -inf forbids a token.
+    logits : array, shape (V,)
+        -inf forbids a token. On a GPU the token is drawn there: the same one for the same logits.
     rng : numpy.random.Generator
     temperature : float
         0 takes the likeliest token (of equals, the first).
@@ -37,25 +39,18 @@ def sample(
         If no token can be chosen: a logit is NaN or +inf, or all are -inf.
     """
     check_sampling(temperature, top_k, top_p)
-    largest = float(logits.max())
-    if not math.isfinite(largest):
-        raise TwellError(
-            f"the largest logit is {largest}, a finite number wanted: the model's weights have "
-            f"diverged, use an earlier checkpoint"
-        )
-    if temperature == 0:
-        return int(np.argmax(logits))
+    uniform: Array = np.array([rng.random() if temperature else 0.0])
+    if is_on_gpu(logits):
+        from twell_numba.device.gpu import from_numpy
 
-    order = np.argsort(-logits, kind="stable")  # of equals, the first stays first
-    if top_k:
-        order = order[:top_k]
-    with np.errstate(over="ignore"):  # a tiny temperature makes -inf, which is right
-        scaled = (logits[order].astype(np.float64) - largest) / temperature
-    cumulative = np.cumsum(np.exp(scaled))
-    cumulative /= cumulative[-1]
-    kept = int(np.searchsorted(cumulative, top_p)) + 1
-    cumulative = cumulative[:kept]
-    return int(order[np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")])
+        uniform = from_numpy(uniform, logits.stream)
+    token = int(to_host(sample_token(logits, uniform, temperature, top_k, top_p))[0])
+    if token < 0:
+        raise TwellError(
+            f"the largest logit is {to_host(logits).max()}, a finite number wanted: the model's "
+            f"weights have diverged, use an earlier checkpoint"
+        )
+    return token
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:

@@ -1,16 +1,28 @@
 """Times of calls that are compared with each other, in one process.
 
 Everything that is compared runs in turn, round after round, and the median over the rounds counts.
-Before each timed call there is a pause, so that no other library's idle threads still spin, and
-one call that is not timed, so that all find their operands and threads as they left them.
+On the CPU there is a pause before each timed call, so that no other library's idle threads still
+spin, and one call that is not timed, so that all find their operands and threads as they left them.
+On a GPU the time between two events is taken, of work that is recorded in a graph: what the GPU
+does, not how long the host takes to ask for it.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twell_numba.device.gpu import Stream
 
 # Longer than OpenBLAS's idle threads spin after a call (105 ms, OpenBLAS 0.3.31).
 PAUSE_SECONDS = 0.12
+
+# On a GPU: work that is shorter is repeated, so that the start of a graph (5 to 10 us) hardly
+# counts; but not more often than that.
+SHORTEST_MILLISECONDS = 0.5
+MOST_REPEATS = 50
 
 
 def time_in_turn(
@@ -58,3 +70,67 @@ def _warm_up(call: Callable[[], object], seconds: float) -> None:
     call()
     while time.perf_counter() < end:
         call()
+
+
+def time_in_turn_on_gpu(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    stream: "Stream",
+    unrecorded: Collection[str] = (),
+) -> dict[str, float]:
+    """Return the median milliseconds for which each call keeps a GPU busy.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Each gives work to the stream.
+    rounds : int
+        Timed runs of each; before each there is one that is not timed.
+    stream : Stream
+    unrecorded : collection of str
+        Names of calls that cannot be recorded in a graph, because they wait for the GPU or another
+        library gives their work. They are called again for each run.
+    """
+    work = {
+        name: _GPUWork(call, stream, is_recorded=name not in unrecorded)
+        for name, call in calls.items()
+    }
+    milliseconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, each in work.items():
+            milliseconds[name].append(each.time())
+    return {name: median(times) for name, times in milliseconds.items()}
+
+
+class _GPUWork:
+    """A call's work, as often in a row as makes it long enough to be timed."""
+
+    def __init__(self, call: Callable[[], object], stream: "Stream", *, is_recorded: bool) -> None:
+        self._call, self._stream, self._is_recorded = call, stream, is_recorded
+        for _ in range(3):  # compilation, plans, and what a call learns for the next
+            call()
+        self._repeat(1)
+        self.time()
+        shorter = SHORTEST_MILLISECONDS / max(self.time(), 1e-3)
+        if shorter > 1:
+            self._repeat(min(math.ceil(shorter), MOST_REPEATS))
+
+    def _repeat(self, repeats: int) -> None:
+        def run() -> None:
+            for _ in range(repeats):
+                self._call()
+
+        self._repeats, self._run = repeats, run
+        if self._is_recorded:
+            from twell_numba.device.gpu import record_graph
+
+            with record_graph(self._stream) as graph:
+                run()
+            self._run = graph.replay
+
+    def time(self) -> float:
+        """Return the milliseconds of one call."""
+        self._run()
+        before = self._stream.record(timing=True)
+        self._run()
+        return self._stream.record(timing=True).milliseconds_since(before) / self._repeats

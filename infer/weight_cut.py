@@ -5,6 +5,8 @@ right edge are smaller. A block's magnitude is the root of its mean square. With
 weights it is compared relative to that of its whole weight. Single weights are compared as they
 are: of these, the largest of any weight count, while averages over a block say more about the
 weight that it is in than about the block, and would leave some weights with hardly any.
+
+Weights on a GPU stay there; of theirs, magnitudes of blocks come to the host, and are sorted here.
 """
 
 import math
@@ -12,30 +14,43 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twell_numba.kernels.proximal import hard_threshold, largest_magnitude
+from twell_numba.device.arrays import Array, is_on_gpu, to_host
+from twell_numba.kernels.proximal import (
+    block_mean_squares,
+    count_nonzero,
+    cut_alike,
+    hard_threshold,
+    hard_thresholds,
+    largest_magnitude,
+    largest_magnitudes,
+    set_blocks_to_zero,
+)
 from twell_numba.layers.ffn import stored_in_blocks
 
 
-def entries_left(value: np.ndarray, block_size: int) -> int:
+def entries_left(value: Array, block_size: int) -> int:
     """Return the number of elements that lie in blocks that are not zero.
 
     Parameters
     ----------
-    value : ndarray, shape (F, D)
+    value : array, shape (F, D)
     block_size : int
         b; 1 for single weights.
     """
     if block_size == 1:
-        return int(np.count_nonzero(value))
+        return count_nonzero(value)
+    if is_on_gpu(value):
+        is_left = block_mean_squares(value, block_size) != 0
+        return int(_block_sizes(value, block_size)[is_left].sum())
     return stored_in_blocks(value, block_size)
 
 
-def magnitudes(value: np.ndarray, block_size: int) -> np.ndarray:
+def magnitudes(value: Array, block_size: int) -> np.ndarray:
     """Return the magnitude of each block: the root of its mean square.
 
     Parameters
     ----------
-    value : ndarray, shape (F, D)
+    value : array, shape (F, D)
     block_size : int
         b; 1 for single weights.
 
@@ -44,16 +59,16 @@ def magnitudes(value: np.ndarray, block_size: int) -> np.ndarray:
     ndarray, shape (ceil(F / b), ceil(D / b))
     """
     if block_size == 1:
-        return np.abs(value)
-    return np.sqrt(_block_means(np.square(value, dtype=np.float64), block_size))
+        return np.abs(to_host(value))
+    return np.sqrt(block_mean_squares(value, block_size))
 
 
-def cut_below(value: np.ndarray, block_size: int, limit: float) -> int:
+def cut_below(value: Array, block_size: int, limit: float) -> int:
     """Set every block of a smaller magnitude than ``limit`` to zero.
 
     Parameters
     ----------
-    value : ndarray, shape (F, D)
+    value : array, shape (F, D)
         Changed in place. A block with numbers that are not finite stays.
     block_size : int
         b; 1 for single weights.
@@ -69,11 +84,11 @@ def cut_below(value: np.ndarray, block_size: int, limit: float) -> int:
         return hard_threshold(value, limit)
     of_blocks = magnitudes(value, block_size)
     is_cut = of_blocks < limit
-    _set_blocks_to_zero(value, block_size, np.flatnonzero(is_cut & (of_blocks > 0)))
+    set_blocks_to_zero(value, block_size, np.flatnonzero(is_cut & (of_blocks > 0)))
     return int(_block_sizes(value, block_size)[~is_cut & (of_blocks != 0)].sum())
 
 
-def cut_to_density(values: Sequence[np.ndarray], block_size: int, density: float) -> None:
+def cut_to_density(values: Sequence[Array], block_size: int, density: float) -> None:
     """Set the smallest blocks of several weights to zero, until no more than a part is left.
 
     Weights are compared with one another, so that each keeps what counts most in all of them; but
@@ -81,7 +96,7 @@ def cut_to_density(values: Sequence[np.ndarray], block_size: int, density: float
 
     Parameters
     ----------
-    values : sequence of ndarray, shape (F, D)
+    values : sequence of array, shape (F, D)
         Changed in place, where more than that is left; none of them all zeros. Numbers that are not
         finite stay.
     block_size : int
@@ -94,13 +109,13 @@ def cut_to_density(values: Sequence[np.ndarray], block_size: int, density: float
     if sum(entries_left(value, block_size) for value in values) <= limit:
         return
     if block_size == 1:
-        _cut_weights(values, limit)
+        _cut_weights(list(values), limit)
     else:
         _cut_blocks(values, block_size, limit)
 
 
-def _cut_weights(values: Sequence[np.ndarray], count: int) -> None:
-    largest = [float(np.abs(value).max()) for value in values]
+def _cut_weights(values: list[Array], count: int) -> None:
+    largest = largest_magnitudes(values)
     rank = count
     while True:
         limit = largest_magnitude(values, rank)
@@ -111,20 +126,11 @@ def _cut_weights(values: Sequence[np.ndarray], count: int) -> None:
     if not math.isfinite(limit):
         return
     limits = [min(limit, own) for own in largest]
-    left = sum(hard_threshold(value, own) for value, own in zip(values, limits, strict=True))
-    _cut_alike(values, limits, left - count)
+    left = hard_thresholds(values, limits)
+    cut_alike(values, limits, left - count)
 
 
-def _cut_alike(values: Sequence[np.ndarray], limits: Sequence[float], excess: int) -> None:
-    """Set as many of those that are just as large as the limit to zero, but one of each weight."""
-    for value, limit in zip(values, limits, strict=True):
-        if excess > 0:
-            alike = np.flatnonzero(np.abs(value) == limit)[1 : 1 + excess]
-            value.reshape(-1)[alike] = 0
-            excess -= alike.size
-
-
-def _cut_blocks(values: Sequence[np.ndarray], block_size: int, limit: int) -> None:
+def _cut_blocks(values: Sequence[Array], block_size: int, limit: int) -> None:
     relative = [_relative_magnitudes(value, block_size).ravel() for value in values]
     if not all(np.isfinite(magnitude).all() for magnitude in relative):
         return
@@ -136,31 +142,17 @@ def _cut_blocks(values: Sequence[np.ndarray], block_size: int, limit: int) -> No
     is_cut[order] = np.cumsum(sizes[order]) > limit
     ends = np.cumsum([magnitude.size for magnitude in relative])[:-1]
     for value, cut, magnitude in zip(values, np.split(is_cut, ends), relative, strict=True):
-        _set_blocks_to_zero(value, block_size, np.flatnonzero(cut & (magnitude > 0)))
+        set_blocks_to_zero(value, block_size, np.flatnonzero(cut & (magnitude > 0)))
 
 
-def _set_blocks_to_zero(value: np.ndarray, block_size: int, blocks: np.ndarray) -> None:
-    """Set blocks to zero, given by their numbers: row of blocks by row of blocks, from 0."""
-    columns_of_blocks = -(-value.shape[1] // block_size)
-    for block in blocks:
-        top, left = (block_size * number for number in divmod(block, columns_of_blocks))
-        value[top : top + block_size, left : left + block_size] = 0
-
-
-def _relative_magnitudes(value: np.ndarray, block_size: int) -> np.ndarray:
+def _relative_magnitudes(value: Array, block_size: int) -> np.ndarray:
     """Return the magnitude of each block over its weight's, shape (ceil(F / b), ceil(D / b))."""
-    squares = np.square(value, dtype=np.float64)
-    return np.sqrt(_block_means(squares, block_size) / squares.mean())
+    means = block_mean_squares(value, block_size)
+    sizes = _block_sizes(value, block_size)
+    return np.sqrt(means / ((means * sizes).sum() / sizes.sum()))
 
 
-def _block_means(squares: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the mean of each block, shape (ceil(F / b), ceil(D / b))."""
-    rows, columns = (np.arange(0, size, block_size) for size in squares.shape)
-    sums = np.add.reduceat(np.add.reduceat(squares, rows, axis=0), columns, axis=1)
-    return sums / _block_sizes(squares, block_size)
-
-
-def _block_sizes(value: np.ndarray, block_size: int) -> np.ndarray:
+def _block_sizes(value: Array, block_size: int) -> np.ndarray:
     """Return the number of elements of each block, shape (ceil(F / b), ceil(D / b))."""
     heights, widths = (
         np.minimum(block_size, size - np.arange(0, size, block_size)) for size in value.shape

@@ -13,15 +13,17 @@ import inspect
 import math
 import sys
 import textwrap
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from twell_numba.device.gpu import array as array_module
-from twell_numba.device.gpu import gemm, language, launch
+from twell_numba.device.gpu import gemm, language, launch, pinned, recorded, tensor_cores
 from twell_numba.device.gpu.stream import Stream
 
 MOST_THREADS = 64  # of a block
@@ -51,6 +53,9 @@ class EmulatedStream(Stream):
     def synchronize(self) -> None:
         pass
 
+    def record(self, *, timing: bool = False) -> "EmulatedEvent":  # type: ignore[override]
+        return EmulatedEvent()
+
     def wait(self, other: Any) -> None:
         self.waited_for.append(other)
 
@@ -61,6 +66,39 @@ class EmulatedStream(Stream):
         self.handed_over_to.append(handle)
 
 
+class EmulatedEvent:
+    """Stands for ``twell_numba.device.gpu.Event``."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class EmulatedGraph:
+    """Stands for ``twell_numba.device.gpu.Graph``: a list of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.owners: list[Any] = []
+
+    def keep(self, owner: Any) -> None:
+        self.owners.append(owner)
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+@contextmanager
+def record_graph(stream: EmulatedStream) -> Iterator[EmulatedGraph]:
+    """Stand for ``twell_numba.device.gpu.record_graph``."""
+    assert stream.capture is None
+    stream.capture = graph = EmulatedGraph()  # type: ignore[assignment]
+    try:
+        yield graph
+    finally:
+        stream.capture = None
+
+
 class EmulatedGPU:
     """Stands for ``twell_numba.device.gpu.GPU``."""
 
@@ -68,11 +106,14 @@ class EmulatedGPU:
         self.id = device_id
         self.name = "emulated"
         self.target = "75"
+        self.shared_memory_per_block = 64 * 1024
+        self.capability = (7, 5)
         self.multiprocessors = 2
         self.memory = self
         self.stream = EmulatedStream(self)
         self.regions: dict[int, int] = {}
         self.launches: list[tuple[str, int]] = []
+        self._host_buffers: dict[int, np.ndarray] = {}
 
     def make_current(self) -> None:
         pass
@@ -84,6 +125,9 @@ class EmulatedGPU:
         weakref.finalize(memory, self.regions.pop, memory.pointer)
         return memory
 
+    def free_and_total(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
     def region_of(self, address: int) -> tuple[int, int]:
         """Return where the block that holds an address begins and ends."""
         for start, nbytes in self.regions.items():
@@ -93,8 +137,22 @@ class EmulatedGPU:
 
     # ------------------------------------------------------------------ the driver
 
-    def call(self, function: str, *arguments: Any) -> None:
+    def call(self, function: str, *arguments: Any) -> Any:
         """Stand for the driver's functions on memory."""
+        if function == "cuMemHostAlloc":
+            return self._allocate_host(arguments[0])
+        if function == "cuMemFreeHost":
+            del self._host_buffers[arguments[0]]
+            return None
+        graph = self.stream.capture
+        if graph is not None:
+            assert function in ("cuMemcpyDtoDAsync", "cuMemsetD8Async"), "this cannot be recorded"
+            graph.calls.append(functools.partial(self._call, function, *arguments))
+        else:
+            self._call(function, *arguments)
+        return None
+
+    def _call(self, function: str, *arguments: Any) -> None:
         if function in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
             target, source, nbytes, _ = arguments
             assert nbytes > 0, "a copy of nothing"
@@ -105,6 +163,11 @@ class EmulatedGPU:
         else:
             raise NotImplementedError(function)
 
+    def _allocate_host(self, nbytes: int) -> int:
+        buffer = np.full(nbytes, 0xFF, np.uint8)
+        self._host_buffers[buffer.ctypes.data] = buffer
+        return buffer.ctypes.data
+
     def load(self, kernel: launch.Kernel, key: tuple[Any, ...], gpu: Any) -> Any:
         """Stand for ``Kernel._load``: return what :meth:`launch` runs."""
         return kernel, key[:-1]
@@ -113,8 +176,14 @@ class EmulatedGPU:
         """Stand for ``cuda.core.launch``."""
         kernel, kinds = loaded
         blocks = configuration.grid[0]
+        run = functools.partial(
+            run_kernel, kernel, blocks, list(map(self._argument, kinds, values))
+        )
+        if stream.capture is not None:
+            stream.capture.calls.append(run)
+            return
         self.launches.append((kernel.name, blocks))
-        run_kernel(kernel, blocks, list(map(self._argument, kinds, values)))
+        run()
 
     def _argument(self, kind: str, value: Any) -> Any:
         if not kind.endswith("*"):
@@ -160,8 +229,9 @@ class Pointer:
 class Block:
     """The threads of a block, run in turn from one point where they meet to the next."""
 
-    def __init__(self, index: int, blocks: int, threads: int) -> None:
+    def __init__(self, index: int, blocks: int, threads: int, shared_memory: int = 0) -> None:
         self.index, self.blocks, self.threads = index, blocks, threads
+        self.shared_memory = shared_memory
         self.thread = 0
         self.shared: dict[Any, np.ndarray] = {}
 
@@ -191,11 +261,19 @@ class Block:
                     requests.append(running[lane].send(answers[lane]))
                 except StopIteration:
                     requests.append(None)
-            if not any(request and request[0] == "shuffle" for request in requests):
+            if not any(request and request[0] in _OF_WARPS for request in requests):
                 return requests
-            assert None not in requests, "threads shuffle with some that have ended"
-            assert len({request[::2] for request in requests}) == 1, "threads at two shuffles"
-            distance = requests[0][2]
+            assert None not in requests, "threads meet in a warp some of which have ended"
+            assert len({request[::2] for request in requests}) == 1, "a warp at two places"
+            what, _, distance = requests[0]
+            if what == "multiply_add":
+                _multiply_add([request[1] for request in requests])
+                continue
+            if what in ("load_matrices", "load_transposed_matrices"):
+                answers[warp : warp + 32] = _load_matrices(
+                    [request[1] for request in requests], what != "load_matrices"
+                )
+                continue
             for lane in lanes:
                 answers[lane] = requests[(lane - warp) ^ distance][1]
 
@@ -204,7 +282,7 @@ def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None
     """Run all threads of all blocks, block after block."""
     function = _as_generator(kernel.function)
     for index in range(blocks):
-        _Cuda.block = Block(index, blocks, _threads(kernel))
+        _Cuda.block = Block(index, blocks, _threads(kernel), kernel.shared_memory)
         with np.errstate(all="ignore"):
             _Cuda.block.run(function, arguments)
 
@@ -231,8 +309,15 @@ class _Meetings(ast.NodeTransformer):
         if name in ("cuda.syncthreads", "cuda.syncthreads_or"):
             flag: ast.expr = node.args[0] if node.args else ast.Constant(False)
             return ast.Yield(ast.Tuple([ast.Constant(name), flag], ast.Load()))
+        if name == "cuda.syncwarp":
+            request = [ast.Constant("shuffle"), ast.Constant(0), ast.Constant(0)]
+            return ast.Yield(ast.Tuple(request, ast.Load()))
         if name == "cuda.shfl_xor_sync":
             request = [ast.Constant("shuffle"), *node.args[1:]]
+            return ast.Yield(ast.Tuple(request, ast.Load()))
+        if name in _OF_WARPS:
+            operands = ast.Tuple(node.args, ast.Load())
+            request = [ast.Constant(name), operands, ast.Constant(0)]
             return ast.Yield(ast.Tuple(request, ast.Load()))
         if getattr(self._namespace.get(name), "py_func", None) is not None:
             return ast.YieldFrom(node)
@@ -245,8 +330,13 @@ def _as_generator(function: Any) -> Any:
     source = ast.parse(textwrap.dedent(inspect.getsource(function)))
     tree = ast.fix_missing_locations(_Meetings(function.__globals__).visit(source))
     namespace = dict(function.__globals__)
+    captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    namespace |= {name: cell.cell_contents for name, cell in captured}
     for name, value in function.__globals__.items():
-        if name in _EMULATED and value is getattr(language, name, None):
+        if name in _EMULATED and value in (
+            getattr(language, name, None),
+            getattr(tensor_cores, name, None),
+        ):
             namespace[name] = _EMULATED[name]
         elif getattr(value, "py_func", None) is not None and name in function.__code__.co_names:
             namespace[name] = _as_generator(value.py_func)
@@ -259,8 +349,9 @@ def _as_generator(function: Any) -> Any:
 class _Math:
     """Functions of ``math`` as a GPU has them: of the argument's type, NaN instead of errors."""
 
-    nan, inf = np.nan, np.inf
+    nan, inf, pi = np.nan, np.inf, np.pi
     exp, log, sqrt = staticmethod(np.exp), staticmethod(np.log), staticmethod(np.sqrt)
+    cos, sin = staticmethod(np.cos), staticmethod(np.sin)
 
 
 class _Index:
@@ -279,13 +370,14 @@ class _Shared:
     def array(size: int, dtype: Any) -> np.ndarray:
         frame = sys._getframe(1)
         place = (frame.f_code, frame.f_lasti)  # threads that come to one line share one array
-        return _Cuda.block.shared.setdefault(place, np.full(size, -1, dtype))
+        size = size or _Cuda.block.shared_memory // np.dtype(dtype).itemsize
+        return _Cuda.block.shared.setdefault(place, np.full(size, -1).astype(dtype))
 
 
 class _Local:
     @staticmethod
     def array(size: int, dtype: Any) -> np.ndarray:
-        return np.full(size, -1, dtype)
+        return np.full(size, -1).astype(dtype)
 
 
 class _Cuda:
@@ -301,7 +393,7 @@ class _Cuda:
 class _Types:
     """Numba's types, where they are used as casts and as dtypes of shared arrays."""
 
-    int32, int64, uint64 = np.int32, np.int64, np.uint64
+    int32, int64, uint32, uint64 = np.int32, np.int64, np.uint32, np.uint64
     float32, float64 = np.float32, np.float64
 
 
@@ -321,21 +413,112 @@ def _arithmetic_type(pointer: Pointer) -> Any:
     return pointer.arithmetic
 
 
+def _words(pointer: Pointer, index: Any, count: int) -> tuple[Any, ...]:
+    assert index % (2 * count) == 0, "words that are not aligned"
+    numbers = pointer._items[pointer.check(index) : pointer.check(index + 2 * count - 1) + 1]
+    return tuple(numbers.view(np.uint32))
+
+
+def _numbers_of(pointer: Pointer, words: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(np.array(words, np.uint32).view(pointer.dtype).astype(np.float32))
+
+
+def _store_numbers(pointer: Pointer, index: Any, *numbers: Any) -> None:
+    assert index % len(numbers) == 0, "numbers that are not aligned"
+    for i, number in enumerate(numbers):
+        pointer.write(index + i, number)
+
+
+def _store_shared_words(words: np.ndarray, index: Any, four: tuple[Any, ...]) -> None:
+    assert index % 4 == 0, "words that are not aligned"
+    assert 0 <= index <= len(words) - 4, "words outside of shared memory"
+    words[index : index + 4] = four
+
+
+def _load_shared_words(words: np.ndarray, index: Any) -> tuple[Any, ...]:
+    assert index % 4 == 0, "words that are not aligned"
+    assert 0 <= index <= len(words) - 4, "words outside of shared memory"
+    return tuple(words[index : index + 4])
+
+
+def _pointer_into(words: np.ndarray, pointer: Pointer) -> Pointer:
+    address = words.ctypes.data
+    return Pointer(address, address, address + words.nbytes, pointer.dtype)
+
+
+def _multiply_add(operands: list[Any]) -> None:
+    """Do what a warp's lanes together do in ``tensor_cores.multiply_add``."""
+    dtype = operands[0][0].dtype
+    words = np.array([lane[3:] for lane in operands], np.uint32)
+    # by group, place in the group, word, and half of the word
+    numbers = words.view(dtype).astype(np.float32).reshape(8, 4, 6, 2)
+    left, right = np.empty((16, 16), np.float32), np.empty((16, 8), np.float32)
+    for word in range(4):
+        rows = slice(word % 2 * 8, word % 2 * 8 + 8)
+        columns = slice(word // 2 * 8, word // 2 * 8 + 8)
+        left[rows, columns] = numbers[:, :, word].reshape(8, 8)
+    for word in range(2):
+        right[8 * word : 8 * word + 8] = numbers[:, :, 4 + word].reshape(8, 8).T
+    product = (left @ right).reshape(2, 8, 4, 2)
+    for lane, (_, sums, first, *_rest) in enumerate(operands):
+        sums[first : first + 4] += product[:, lane // 4, lane % 4].reshape(4)
+
+
+def _load_matrices(places: list[Any], is_transposed: bool) -> list[Any]:
+    """Return what a warp's lanes get from ``tensor_cores.load_matrices``."""
+    for words, index in places:
+        assert index % 4 == 0, "words that are not aligned"
+        assert 0 <= index <= len(words) - 4, "words outside of shared memory"
+    rows = np.array([words[index : index + 4] for words, index in places], np.uint32)
+    matrices = rows.view(np.uint16).reshape(4, 8, 8)
+    if is_transposed:
+        matrices = matrices.transpose(0, 2, 1)
+    loaded = np.ascontiguousarray(matrices).reshape(4, 64).view(np.uint32)
+    return [tuple(loaded[:, lane]) for lane in range(32)]
+
+
+def _copy_ahead(words: np.ndarray, place: Any, pointer: Pointer, index: Any, is_there: Any) -> None:
+    numbers = _words(pointer, index, 4)
+    _store_shared_words(words, place, numbers if is_there else (0, 0, 0, 0))
+
+
+# where the threads of a warp meet
+_OF_WARPS = ("shuffle", "multiply_add", "load_matrices", "load_transposed_matrices")
+
 _EMULATED = {
+    "load_four_words": lambda pointer, index: _words(pointer, index, 4),
+    "load_two_words": lambda pointer, index: _words(pointer, index, 2),
+    "load_shared_words": _load_shared_words,
+    "store_shared_words": _store_shared_words,
+    "store_four": _store_numbers,
+    "store_eight_numbers": _store_numbers,
+    "numbers_of": _numbers_of,
+    "eight_numbers_of": _numbers_of,
+    "copy_ahead": _copy_ahead,
+    "end_of_copies": lambda: None,
+    "wait_for_copies": lambda: None,
+    "wait_for_older_copies": lambda: None,
+    "wait_for_newest_copies": lambda: None,
+    "pointer_into": _pointer_into,
+    "low_halves": lambda first, second: (first & 0xFFFF) | (second << 16),
+    "high_halves": lambda first, second: (first >> 16) | (second & 0xFFFF0000),
     "arithmetic_type": _arithmetic_type,
     "cuda": _Cuda,
     "types": _Types,
     "load": _load,
     "store": _store,
     "number": _number,
+    "nanoseconds": time.perf_counter_ns,
 }
 
 
 def install(monkeypatch: Any, gpu: EmulatedGPU) -> None:
     """Let arrays and kernels use an emulated GPU until the test ends."""
     monkeypatch.setattr(array_module, "call", gpu.call)
+    monkeypatch.setattr(pinned, "call", gpu.call)
     monkeypatch.setattr(array_module, "gpu", lambda device_id=0: gpu)
     monkeypatch.setattr(launch, "_launch", gpu.launch)
+    monkeypatch.setattr(recorded, "record_graph", record_graph)
     monkeypatch.setattr(gemm, "default_path", lambda: "tiled")
     monkeypatch.setattr(launch.Kernel, "_load", lambda self, key, on: gpu.load(self, key, on))
     monkeypatch.setattr(launch.Kernel, "blocks", lambda self, n: -(-n // _threads(self)))

@@ -2,7 +2,7 @@
 
 With ``TWELL_TEST_SANITIZER=1`` in the environment tests fit NVIDIA's ``compute-sanitizer``, which
 makes kernels many times slower and sees where each allocation ends: small shapes only, allocations
-that are not rounded up, and dense products by the kernel of this package.
+that are not rounded up, and dense products and attention by the kernels of this package.
 """
 
 import importlib.util
@@ -55,12 +55,13 @@ def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Return an emulated or a real GPU; skip the test where it cannot be had."""
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
     if kind == "real":
-        from twell_numba.device.gpu import gemm, gpu, memory
+        from twell_numba.device.gpu import cudnn, gemm, gpu, memory
         from twell_numba.errors import TwellError
 
         if IS_SANITIZED:
             monkeypatch.setattr(memory, "GRANULE", 1)
             monkeypatch.setattr(gemm, "default_path", lambda: "tiled")
+            monkeypatch.setattr(cudnn, "OLDEST_CAPABILITY", (99, 0))
         try:
             return Machine(gpu(), is_real=True)
         except TwellError as error:

@@ -30,19 +30,36 @@ class BatchSampler:
         self._tokens = tokens
         self._context_length = context_length
         self._rng = rng
+        # The windows that were looked at before they are drawn, and the state before that.
+        self._ahead: tuple[np.ndarray, dict[str, Any]] | None = None
 
     def draw(self, count: int) -> np.ndarray:
         """Return windows, int64 of shape (count, S + 1)."""
-        starts = self._rng.integers(0, len(self._tokens) - self._context_length, size=count)
-        return _windows(self._tokens, starts, self._context_length)
+        windows = self.peek(count)
+        self._ahead = None
+        return windows
+
+    def peek(self, count: int) -> np.ndarray:
+        """Return what the next :meth:`draw` will return; both of as many windows."""
+        if self._ahead is None:
+            state = self.state_dict()
+            self._ahead = self._draw(count), state
+        return self._ahead[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state, made of numbers and strings that JSON can hold."""
+        if self._ahead is not None:
+            return self._ahead[1]
         return self._rng.bit_generator.state  # type: ignore[return-value]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on drawing from where :meth:`state_dict` was taken."""
+        self._ahead = None
         self._rng.bit_generator.state = state
+
+    def _draw(self, count: int) -> np.ndarray:
+        starts = self._rng.integers(0, len(self._tokens) - self._context_length, size=count)
+        return _windows(self._tokens, starts, self._context_length)
 
 
 def validation_windows(tokens: np.ndarray, context_length: int, count: int) -> np.ndarray:

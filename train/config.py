@@ -22,6 +22,7 @@ DEFAULT_PRESET = "tiny"
 FFN_PATHS = ("auto", "dense", "twell")
 TOKENIZERS = ("byte", "bpe")
 SPARSE_FORMATS = ("csr", "block_ell")
+PRECISIONS = ("auto", "float32", "bfloat16")
 BYTE_VOCAB_SIZE = 256
 LARGEST_BPE_VOCAB_SIZE = 1 << 20
 
@@ -77,6 +78,16 @@ class TrainConfig:
     bpe_vocab_size: int = _setting(4096, "Data", "token ids of a bpe tokenizer")
     batch_size: int = _setting(16, "Data", "sequences in a forward pass")
     gradient_accumulation: int = _setting(1, "Data", "forward passes in a step")
+
+    precision: str = _setting(
+        "auto", "Computation", "float32, bfloat16 (on a GPU), or auto: that from a width of 512 on"
+    )
+    recompute: bool = _setting(
+        False, "Computation", "compute blocks again in the backward pass, to keep less in memory"
+    )
+    deterministic: bool = _setting(
+        False, "Computation", "the same bits in every run on one GPU; always so on the CPU"
+    )
 
     learning_rate: float = _setting(1e-3, "Optimizer", "its highest value, after the warm-up")
     warmup_steps: int = _setting(0, "Optimizer", "steps in which the learning rate rises")
@@ -238,6 +249,7 @@ class TrainConfig:
             ("ffn_path", FFN_PATHS),
             ("tokenizer", TOKENIZERS),
             ("sparse_format", SPARSE_FORMATS),
+            ("precision", PRECISIONS),
         ):
             if getattr(self, name) not in choices:
                 raise UsageError(
@@ -398,7 +410,7 @@ def resolve(
 
 # What a resumed run may change.
 # Data may have been moved: that its tokens are the same is checked when it is read.
-_RESUMABLE = frozenset({"steps", "data"}) | {
+_RESUMABLE = frozenset({"steps", "data", "recompute", "deterministic"}) | {
     name for name, description in _FIELDS.items() if description.metadata["section"] == "Reports"
 }
 

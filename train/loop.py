@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.device import single_threaded_blas
+from twell_numba.device.memory import peak_memory
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.infer.evaluate import Evaluation, evaluate
 from twell_numba.infer.generate import generate
@@ -41,7 +42,7 @@ from twell_numba.train.report import Reporter, reporter_for
 from twell_numba.train.run_folder import RunFolder
 from twell_numba.train.sparsity import StepStatistics
 from twell_numba.train.tokenizer import make_tokenizer
-from twell_numba.train.trainer import StepResult, Trainer
+from twell_numba.train.trainer import StepResult, Trainer, compute_dtype
 from twell_numba.train.weight_sparsity import weight_statistics
 
 SAMPLE_TEMPERATURE = 0.8
@@ -56,6 +57,7 @@ def train(
     run_folder: str | os.PathLike[str],
     resume: bool = False,
     report: Reporter | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Train a model into a run folder.
 
@@ -72,6 +74,9 @@ def train(
         optimizer moments, batches and random numbers, bit for bit.
     report : Reporter, optional
         Default: progress on stderr. ``Reporter()`` shows nothing.
+    device : str
+        ``cpu``, or a GPU: ``cuda`` or ``cuda:N``. A run may go on elsewhere than it began; bit for
+        bit the same it is only where it began.
 
     Returns
     -------
@@ -98,13 +103,17 @@ def train(
     # Absolute, so that the run can be resumed from another directory.
     config = dataclasses.replace(config.filled_in(), data=absolute_source(config.data))
     with single_threaded_blas(), _overflow_unannounced(), report or reporter_for() as reporter:
-        return _Run(config, run, reporter).execute(resume)
+        return _Run(config, run, reporter, device).execute(resume)
 
 
 class _Run:
     """One session of a run: from its start, or from a checkpoint, to its end."""
 
-    def __init__(self, config: TrainConfig, run: RunFolder, reporter: Reporter) -> None:
+    def __init__(
+        self, config: TrainConfig, run: RunFolder, reporter: Reporter, device: str
+    ) -> None:
+        # Opened first: what is missing for a GPU is said before data is prepared.
+        self.stream = None if device == "cpu" else _open_gpu(device, config)
         self.config = config
         self.run = run
         self.reporter = reporter
@@ -147,6 +156,7 @@ class _Run:
         self.corpus = load_corpus(self.config)
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus)
+        self._move_to_device()
         self._report_start()
 
     def _load(self) -> None:
@@ -164,7 +174,12 @@ class _Run:
         self.trainer = Trainer(self.config, self.corpus, model)
         self.clocks = restore(checkpoint, state, self.trainer, self.corpus)
         self.saved_step = step
+        self._move_to_device()
         self._report_start()
+
+    def _move_to_device(self) -> None:
+        if self.stream is not None:
+            self.trainer.move_to_gpu(self.stream)
 
     def _require_settings(self, trained_with: TrainConfig) -> None:
         try:
@@ -201,6 +216,7 @@ class _Run:
             f"{len(corpus.training):,} training and {len(corpus.validation):,} held-out tokens, "
             f"vocabulary {corpus.tokenizer.vocab_size:,}",
             "Parameters": f"{model_config.parameter_count():,}",
+            "Device": self._describe_device(),
             "Batch": f"{config.tokens_per_step:,} tokens a step, "
             f"{config.tokens_per_step * config.steps:,} in all",
             "Run folder": str(self.run.path),
@@ -209,10 +225,20 @@ class _Run:
             facts["Resumed"] = f"after step {self.trainer.step_count:,}"
         self.reporter.start(config, facts)
 
+    def _describe_device(self) -> str:
+        if self.stream is None:
+            return "cpu"
+        gpu = self.stream.gpu
+        return f"{self.trainer.model.device} ({gpu.name}), {self.trainer.model.dtype}"
+
     def _compile(self) -> None:
         self.reporter.compiling()
         begin = time.monotonic()
         trainer, config = self.trainer, self.config
+        if trainer.recorded is not None:
+            trainer.recorded.compile()
+            self.reporter.compiled(time.monotonic() - begin)
+            return
         with _paths_undisturbed(trainer.model):
             compile_kernels(trainer.model, self.windows[0])
         trainer.optimizer.compile()
@@ -304,6 +330,8 @@ class _Run:
             "nonzeros_per_token": result.statistics.nonzeros_per_token(),
             "dead_neuron_fraction": self.trainer.dead_neurons.fraction(),
             "ffn_paths": result.statistics.paths,
+            "seconds_by_part": result.seconds_by_part,
+            "peak_memory_bytes": self._peak_memory(),
             **weight_statistics(self.trainer.model, self.config.weight_block_size),
         }
         if evaluation is not None:
@@ -336,6 +364,10 @@ class _Run:
             write_checkpoint(folder, self.trainer, self.corpus, clocks)
         self.saved_step = step
 
+    def _peak_memory(self) -> int | None:
+        """Return the most memory used at once, of the GPU or else by this process."""
+        return peak_memory() if self.stream is None else self.stream.gpu.memory.peak()
+
     def _total_seconds(self) -> float:
         return self.clocks["seconds"] + time.monotonic() - self.started
 
@@ -356,11 +388,20 @@ class _Run:
                 self.clocks["timed_tokens"] / timed_seconds if timed_seconds else None
             ),
             "seconds": self._total_seconds(),
-            "device": "cpu",
+            "device": self.trainer.model.device,
             "seed": self.config.seed,
         }
         self.run.write_summary(summary)
         return summary
+
+
+def _open_gpu(device: str, config: TrainConfig) -> Any:
+    from twell_numba.device.gpu import choose, determinism
+
+    gpu = choose(device)
+    compute_dtype(config, gpu)
+    determinism.require(config.deterministic)
+    return gpu.stream
 
 
 def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> TokenCorpus:
@@ -402,8 +443,8 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
     for path in ("dense", "twell") if is_choice else (chosen,):
         model.ffn_path = path
         logits, backprop = model(tokens[:, :-1], l1_scale=1.0)
-        _, backprop_loss = cross_entropy_loss(logits, tokens[:, 1:].ravel())
-        backprop(backprop_loss())
+        _, dlogits = cross_entropy_loss(logits, tokens[:, 1:].ravel())
+        backprop(dlogits)
         StepStatistics(model.config.n_layers, model.config.d_ffn).add(
             [ffn.statistics for ffn in model.ffn_layers]
         )

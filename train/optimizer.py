@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from twell_numba.device.arrays import Array, to_host
 from twell_numba.errors import TwellError
 from twell_numba.kernels.adamw import adamw_step, sum_of_squares
 from twell_numba.layers.parameter import Parameter
+
+if TYPE_CHECKING:
+    from twell_numba.train.flat_parameters import FlatParameters
 
 _FIRST = "first_moment."
 _SECOND = "second_moment."
@@ -33,7 +39,7 @@ class AdamW:
     ----------
     step_count : int
         Steps taken, t.
-    first_moment, second_moment : dict of str to ndarray
+    first_moment, second_moment : dict of str to array
         m and v by parameter name, in the parameter's shape and dtype.
     """
 
@@ -52,10 +58,10 @@ class AdamW:
         self._eps = eps
         self._weight_decay = weight_decay
         self.step_count = 0
-        self.first_moment = {
+        self.first_moment: dict[str, Array] = {
             name: np.zeros_like(parameter.value) for name, parameter in self._parameters.items()
         }
-        self.second_moment = {
+        self.second_moment: dict[str, Array] = {
             name: np.zeros_like(parameter.value) for name, parameter in self._parameters.items()
         }
 
@@ -106,6 +112,39 @@ class AdamW:
                 grad_scale=grad_scale,
             )
 
+    def coefficients(self, learning_rate: float, step: int) -> np.ndarray:
+        """Return what the update on a GPU multiplies by in a step, float32 of shape (2, 8).
+
+        The first row is for parameters with weight decay, the second for those without. Columns:
+        see :func:`twell_numba.kernels.adamw.cuda.adamw_step_recorded`.
+        """
+        common = [self._beta1, 1 - self._beta1, self._beta2, 1 - self._beta2, self._eps]
+        corrected = [learning_rate / (1 - self._beta1**step), (1 - self._beta2**step) ** -0.5]
+        decays = (learning_rate * self._weight_decay, 0.0)
+        return np.array([[*common, decay, *corrected] for decay in decays], np.float32)
+
+    def move_to_gpu(self, stream: Any, operand_dtype: DTypeLike) -> "FlatParameters":
+        """Hold values, gradients and moments on a GPU; see :class:`FlatParameters`."""
+        from twell_numba.train.flat_parameters import FlatParameters
+
+        flat = FlatParameters(list(self._parameters.values()), stream, np.dtype(operand_dtype))
+        for moments, all_moments in (
+            (self.first_moment, flat.first_moment),
+            (self.second_moment, flat.second_moment),
+        ):
+            for name, moment in moments.items():
+                moments[name] = flat.part(all_moments, name)
+                if self.step_count:  # before the first step they are zeros
+                    moments[name].copy_from(moment)
+        return flat
+
+    def move_to_host(self) -> None:
+        """Hold values and moments in the host's memory again, without gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.move_to_host()
+            self.first_moment[name] = to_host(self.first_moment[name])
+            self.second_moment[name] = to_host(self.second_moment[name])
+
     def compile(self) -> None:
         """Compile the kernels on a copy of one parameter, changing nothing."""
         parameter = min(self._parameters.values(), key=lambda parameter: parameter.value.size)
@@ -122,13 +161,16 @@ class AdamW:
         )
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """Return both moments of every parameter under one name each, for saving; no copies."""
-        first = {_FIRST + name: moment for name, moment in self.first_moment.items()}
-        second = {_SECOND + name: moment for name, moment in self.second_moment.items()}
+        """Return both moments of every parameter under one name each, for saving.
+
+        They are the arrays themselves, or copies of what is on a GPU.
+        """
+        first = {_FIRST + name: to_host(moment) for name, moment in self.first_moment.items()}
+        second = {_SECOND + name: to_host(moment) for name, moment in self.second_moment.items()}
         return first | second
 
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray], step_count: int) -> None:
-        """Go on from saved moments, which are copied.
+        """Go on from saved moments, which are copied; before any move to a GPU.
 
         Raises
         ------

@@ -294,7 +294,7 @@ class MissingSettingsError(TwellError):
     """A table of settings lacks some; :func:`complete_settings` never takes defaults for them."""
 
 
-# Settings that runs of the first version did not have. Their defaults do what that version did.
+# Settings that runs of earlier versions did not have. Their defaults do what those versions did.
 ADDED_SETTINGS = frozenset(
     {
         "l1_weight",
@@ -305,6 +305,9 @@ ADDED_SETTINGS = frozenset(
         "target_density_step",
         "sparse_from",
         "sparse_format",
+        "precision",
+        "recompute",
+        "deterministic",
     }
 )
 

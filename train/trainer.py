@@ -5,12 +5,19 @@ which neurons fired; revive dead ones; make feedforward weights zero; freeze the
 """
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
-from twell_numba.errors import TwellError
+from twell_numba.device.arrays import to_host
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.kernels.revival import revive_rows
 from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.tokenizer import TextTokenizer
@@ -20,10 +27,17 @@ from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
 from twell_numba.train.freezing import freeze_zeros
+from twell_numba.train.measured import Measured
 from twell_numba.train.optimizer import AdamW, clip_scale
 from twell_numba.train.schedule import l1_strength, learning_rate
 from twell_numba.train.sparsity import DeadNeurons, StepStatistics, l1_scale, revive_dead
 from twell_numba.train.weight_sparsity import WeightSparsity
+
+if TYPE_CHECKING:
+    from twell_numba.train.recorded_step import Batch, RecordedStep
+
+FIRST_WITH_BFLOAT16 = (8, 0)
+SMALLEST_BFLOAT16_WIDTH = 512
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class StepResult:
     learning_rate, l1_strength, weight_l1_strength : float
         As used in this step.
     statistics : StepStatistics
+    seconds_by_part : dict
+        See :class:`~twell_numba.train.measured.Measured`.
     """
 
     loss: float
@@ -50,6 +66,7 @@ class StepResult:
     l1_strength: float
     weight_l1_strength: float
     statistics: StepStatistics
+    seconds_by_part: dict[str, float]
 
 
 class Trainer:
@@ -94,6 +111,8 @@ class Trainer:
         self.dead_neurons = DeadNeurons(config.n_layers, config.d_ffn, config.dead_neuron_window)
         self._revival_rng = np.random.default_rng(revival)
         self.weight_sparsity = WeightSparsity(config)
+        self.recorded: RecordedStep | None = None
+        self._stream: Any = None
 
     @property
     def step_count(self) -> int:
@@ -117,31 +136,69 @@ class Trainer:
         """
         config = self.config
         step = self.step_count + 1
-        strength = l1_strength(
-            step, strength=config.l1_activation, warmup_steps=config.l1_warmup_steps
+        strength, rate = self._l1_strength(step), self._learning_rate(step)
+        windows = self.sampler.draw(self._windows_per_step)
+        self._require_known_tokens(windows)
+        scale = self._l1_scale(step)
+        take = self._take_on_cpu if self.recorded is None else self._take_on_gpu
+        measured = take(step, windows, scale, rate)
+        statistics = measured.statistics
+        l1_loss = scale * float(statistics.absolute_sum.sum())
+
+        self.dead_neurons.add_step(statistics.fired)
+        if config.revive_dead and self.dead_neurons.window_is_full():
+            self._revive_dead()
+        weight_strength = self._make_weights_sparse(step, rate)
+        return StepResult(
+            measured.loss,
+            l1_loss,
+            measured.gradient_norm,
+            rate,
+            strength,
+            weight_strength,
+            statistics,
+            measured.seconds_by_part,
         )
-        rate = learning_rate(
+
+    def move_to_gpu(self, stream: Any) -> None:
+        """Take all further steps on a GPU, where weights and moments go.
+
+        Parameters
+        ----------
+        stream : twell_numba.device.gpu.Stream
+
+        Raises
+        ------
+        UsageError
+            If the GPU cannot compute in the precision that is set.
+        """
+        from twell_numba.train.recorded_step import RecordedStep
+
+        dtype = compute_dtype(self.config, stream.gpu)
+        self._stream = stream
+        self.recorded = RecordedStep(self.model, self.optimizer, self.config, stream, dtype)
+
+    @property
+    def _windows_per_step(self) -> int:
+        return self.config.gradient_accumulation * self.config.batch_size
+
+    def _l1_strength(self, step: int) -> float:
+        config = self.config
+        return l1_strength(step, strength=config.l1_activation, warmup_steps=config.l1_warmup_steps)
+
+    def _l1_scale(self, step: int) -> float:
+        config = self.config
+        return l1_scale(self._l1_strength(step), config.n_layers, config.tokens_per_step)
+
+    def _learning_rate(self, step: int) -> float:
+        config = self.config
+        return learning_rate(
             step,
             peak=config.learning_rate,
             warmup_steps=config.warmup_steps,
             total_steps=config.steps,
             minimum_fraction=config.minimum_learning_rate_fraction,
         )
-        windows = self.sampler.draw(config.gradient_accumulation * config.batch_size)
-        self._require_known_tokens(windows)
-        loss, l1_loss, statistics = self._accumulate_gradients(step, windows, strength)
-
-        norm = self.optimizer.gradient_norm()
-        if not math.isfinite(norm):
-            where = self._first_bad_gradient()
-            raise self._diverged(f"step {step}: the gradient is not finite, {where}", loss, l1_loss)
-        self.optimizer.step(rate, clip_scale(norm, config.gradient_clip))
-
-        self.dead_neurons.add_step(statistics.fired)
-        if config.revive_dead and self.dead_neurons.window_is_full():
-            self._revive_dead()
-        weight_strength = self._make_weights_sparse(step, rate)
-        return StepResult(loss, l1_loss, norm, rate, strength, weight_strength, statistics)
 
     def require_finite_state(self) -> None:
         """Check weights and optimizer moments, before they are saved.
@@ -197,56 +254,104 @@ class Trainer:
             if loaded[name] != state[name]:
                 raise ValueError(f"{name} is not what a run of these settings saves")
 
-    def _accumulate_gradients(
-        self, step: int, windows: np.ndarray, strength: float
-    ) -> tuple[float, float, StepStatistics]:
-        """Add up loss and gradients of the micro-batches of one step.
+    def _take_on_cpu(
+        self, step: int, windows: np.ndarray, scale: float, learning_rate: float
+    ) -> Measured:
+        """Add up loss and gradients of the micro-batches of a step, and change the weights.
 
         Every micro-batch divides by the tokens of the whole step, so the sums are the mean over all
         tokens, in whatever parts they come.
         """
         config = self.config
-        tokens = config.tokens_per_step
-        scale = l1_scale(strength, config.n_layers, tokens)
         statistics = StepStatistics(config.n_layers, config.d_ffn)
+        seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         loss = 0.0
         self.optimizer.zero_grad()
         for micro_batch in np.split(windows, config.gradient_accumulation):
-            logits, backprop = self.model(micro_batch[:, :-1], l1_scale=scale)
-            part, backprop_loss = cross_entropy_loss(logits, micro_batch[:, 1:].ravel(), tokens)
-            statistics.add([ffn.statistics for ffn in self.model.ffn_layers])
-            loss += part
-            l1_loss = scale * float(statistics.absolute_sum.sum())
-            if not math.isfinite(loss + l1_loss):
-                where = self._first_bad_activation(statistics, loss)
-                message = f"step {step}: the loss is {loss + l1_loss}, {where}"
-                raise self._diverged(message, loss, l1_loss)
-            backprop(backprop_loss())
-        return loss, l1_loss, statistics
+            with _timed(seconds, "forward"):
+                logits, backprop = self.model(micro_batch[:, :-1], scale, config.recompute)
+                targets = micro_batch[:, 1:].ravel()
+                losses, dlogits = cross_entropy_loss(logits, targets, config.tokens_per_step)
+                statistics.add([ffn.statistics for ffn in self.model.ffn_layers])
+                loss += float(losses.sum(dtype=np.float64)) / config.tokens_per_step
+                self._require_finite_loss(step, loss, scale, statistics)
+            with _timed(seconds, "backward"):
+                backprop(dlogits)
+        with _timed(seconds, "optimizer"):
+            norm = self.optimizer.gradient_norm()
+            self._require_finite_gradient(step, norm, loss, scale, statistics)
+            self.optimizer.step(learning_rate, clip_scale(norm, config.gradient_clip))
+        return Measured(loss, norm, statistics, seconds)
+
+    def _take_on_gpu(
+        self, step: int, windows: np.ndarray, scale: float, learning_rate: float
+    ) -> Measured:
+        """Do the same on a GPU, which leaves all as it was if something is not finite."""
+        from twell_numba.train.recorded_step import Batch
+
+        assert self.recorded is not None
+        measured = self.recorded.take(
+            Batch(windows, scale), learning_rate, partial(self._next_batch, step + 1)
+        )
+        loss, norm, statistics = measured.loss, measured.gradient_norm, measured.statistics
+        self._require_finite_loss(step, loss, scale, statistics)
+        self._require_finite_gradient(step, norm, loss, scale, statistics)
+        self.optimizer.step_count = step
+        if self.model.ffn_path == "auto" and self.model.weight_format == "dense":
+            for ffn, nonzeros in zip(
+                self.model.ffn_layers, statistics.nonzeros_per_token(), strict=True
+            ):
+                ffn.auto_state = AutoState(nonzeros / self.config.d_ffn, 0)
+        return measured
+
+    def _next_batch(self, step: int) -> "Batch | None":
+        """Return what a later step will be taken with; None if weights are changed before it."""
+        config = self.config
+        is_changed = config.revive_dead or self.weight_sparsity.is_active
+        if step > config.steps or is_changed and self.model.weight_format == "dense":
+            return None
+        from twell_numba.train.recorded_step import Batch
+
+        windows = self.sampler.peek(self._windows_per_step)
+        if windows.max() >= self.model.config.vocab_size:
+            return None
+        return Batch(windows, self._l1_scale(step))
 
     def _make_weights_sparse(self, step: int, learning_rate: float) -> float:
         """Take the proximal step, unless zeros are frozen; return its strength."""
         if self.model.weight_format != "dense":
             return 0.0
         strength = self.weight_sparsity.after_step(step, learning_rate, self.model.ffn_parameters)
+        if self.recorded is not None:
+            self.recorded.flat.refresh_copy()
         if step == self.config.sparse_from:
-            freeze_zeros(
-                self.model, self.optimizer, self.config.sparse_format, self.config.block_size
-            )
-            self.parameters = self.model.parameters()
+            self._freeze_zeros()
         return strength
 
+    def _freeze_zeros(self) -> None:
+        """Hold what is left of the weights in a sparse format, made in the host's memory."""
+        if self.recorded is not None:
+            self.recorded.release()
+        freeze_zeros(self.model, self.optimizer, self.config.sparse_format, self.config.block_size)
+        self.parameters = self.model.parameters()
+        if self.recorded is not None:
+            self.move_to_gpu(self._stream)
+
     def _revive_dead(self) -> None:
+        from twell_numba.device.gpu import from_numpy
+
         matrix = "gate_proj" if self.config.ffn == "gated" else "up_proj"
         for layer, dead in enumerate(self.dead_neurons.dead()):
             name = f"model.layers.{layer}.mlp.{matrix}.weight"
-            revive_dead(
-                self.parameters[name].value,
-                self.optimizer.first_moment[name],
-                self.optimizer.second_moment[name],
-                dead,
-                self._revival_rng,
-            )
+            gate = self.parameters[name].value
+            moments = (self.optimizer.first_moment[name], self.optimizer.second_moment[name])
+            if self.recorded is None:
+                revive_dead(gate, *moments, dead, self._revival_rng)
+            else:
+                seed = self.config.seed * self.config.n_layers + layer
+                revive_rows(gate, *moments, from_numpy(dead, self._stream), seed, self.step_count)
+        if self.recorded is not None:
+            self.recorded.flat.refresh_copy()
 
     def _require_known_tokens(self, windows: np.ndarray) -> None:
         if windows.max() >= self.model.config.vocab_size:
@@ -257,9 +362,26 @@ class Trainer:
 
     def _first_bad_weight(self) -> str | None:
         for name, parameter in self.parameters.items():
-            if not np.isfinite(parameter.value).all():
+            if not np.isfinite(to_host(parameter.value)).all():
                 return name
         return None
+
+    def _require_finite_loss(
+        self, step: int, loss: float, scale: float, statistics: StepStatistics
+    ) -> None:
+        l1_loss = scale * float(statistics.absolute_sum.sum())
+        if not math.isfinite(loss + l1_loss):
+            where = self._first_bad_activation(statistics, loss)
+            message = f"step {step}: the loss is {loss + l1_loss}, {where}"
+            raise self._diverged(message, loss, l1_loss)
+
+    def _require_finite_gradient(
+        self, step: int, norm: float, loss: float, scale: float, statistics: StepStatistics
+    ) -> None:
+        if not math.isfinite(norm):
+            where = self._first_bad_gradient()
+            l1_loss = scale * float(statistics.absolute_sum.sum())
+            raise self._diverged(f"step {step}: the gradient is not finite, {where}", loss, l1_loss)
 
     def _diverged(self, message: str, loss: float, l1_loss: float) -> Diverged:
         """Advise to change what is behind the larger part of the loss."""
@@ -281,9 +403,42 @@ class Trainer:
         # The backward pass goes from the last parameter to the first, and takes what is not finite
         # with it: it began at the last one that is affected.
         for name, parameter in reversed(self.parameters.items()):
-            if not np.isfinite(parameter.grad_buffer()).all():
+            if not np.isfinite(to_host(parameter.grad_buffer())).all():
                 return f"first in {name}"
         return "though each parameter's is: their sum of squares overflows"
+
+
+def compute_dtype(config: TrainConfig, gpu: Any) -> np.dtype:
+    """Return the dtype in which a GPU computes a model.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        At the precision ``auto``, only models of a certain width are computed in 16 bits: in smaller
+        ones rounding costs more than it saves.
+    gpu : twell_numba.device.gpu.GPU
+
+    Raises
+    ------
+    UsageError
+        If the precision is bfloat16, and the GPU is older than those that have it.
+    """
+    has_bfloat16 = gpu.capability >= FIRST_WITH_BFLOAT16
+    if config.precision == "bfloat16" and not has_bfloat16:
+        raise UsageError(
+            f"precision=bfloat16 given for GPU {gpu.id} ({gpu.name}), which has none; "
+            "precision=float32 or auto wanted"
+        )
+    is_wide = has_bfloat16 and config.d_model >= SMALLEST_BFLOAT16_WIDTH
+    is_short = config.precision == "bfloat16" or (config.precision == "auto" and is_wide)
+    return np.dtype(ml_dtypes.bfloat16 if is_short else np.float32)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    seconds[part] += time.perf_counter() - begin
 
 
 def _auto_state(saved: Any) -> AutoState:

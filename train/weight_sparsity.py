@@ -57,6 +57,16 @@ class WeightSparsity:
             self.controller = DensityController(self._strength or self._default_strength)
 
     @property
+    def is_active(self) -> bool:
+        """Whether anything is done after a step."""
+        return (
+            self.strength > 0
+            or self._config.weight_threshold > 0
+            or self.controller is not None
+            or self._config.sparse_from > 0
+        )
+
+    @property
     def strength(self) -> float:
         """Of the L1 term on weights, once it is warm."""
         return self._strength if self.controller is None else self.controller.strength

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from twell_numba.cli import COMMANDS, twell
 from twell_numba.cli.group import LazyGroup
+from twell_numba.device.nvidia import NO_DRIVER, Driver
 from twell_numba.errors import TwellError, UsageError
 
 
@@ -117,16 +118,14 @@ def test_wrong_use_says_where_help_is() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train"],
-        ["generate", "run", "--prompt", "x"],
-        ["eval", "run"],
-        ["inspect", "x"],
-        ["doctor"],
-    ],
+    [["train"], ["generate", "run", "--prompt", "x"], ["eval", "run"], ["bench", "ffn"]],
     ids=lambda command: command[0],
 )
-def test_a_gpu_is_refused_in_one_line(command: list[str], device: str) -> None:
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(
+    command: list[str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(None, (), NO_DRIVER)
+    monkeypatch.setattr("twell_numba.device.choice.ask_driver", lambda: driver)
     result = invoke(*command, "--device", device)
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()

@@ -599,10 +599,14 @@ def test_array_protocol(cls, tmp_path):
 def test_devices(cls):
     matrix = cls.from_dense(np.eye(3))
     assert matrix.to("cpu") is matrix
-    for device in ("cuda", "cuda:1"):
-        with pytest.raises(TwellError, match="GPU support is not there yet"):
-            matrix.to(device)
-    with pytest.raises(ValueError, match="'cpu' wanted"):
+    assert matrix.device == "cpu"
+    assert not matrix.is_on_gpu
+    with mock.patch("twell_numba.device.gpu.choose", side_effect=TwellError("no driver")) as choose:
+        for device in ("cuda", "cuda:1"):
+            with pytest.raises(TwellError, match="no driver"):
+                matrix.to(device)
+            choose.assert_called_with(device)
+    with pytest.raises(ValueError, match="'cpu', 'cuda' or 'cuda:N' wanted"):
         matrix.to("tpu")
 
 

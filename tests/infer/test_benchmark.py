@@ -9,7 +9,7 @@ from twell_numba.cli import twell
 from twell_numba.infer import timing
 from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
 from twell_numba.infer.benchmark_weights import benchmark_weights, break_even_density
-from twell_numba.infer.ffn_problem import FFNShape
+from twell_numba.infer.ffn_problem import FFNProblem, FFNShape
 
 KEYS = {
     "operation",
@@ -33,7 +33,8 @@ def no_pause(monkeypatch):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("nonzeros", "auto"), [(2, "twell"), (100, "dense")])
 def test_rows(backward, nonzeros, auto):
-    rows = benchmark_ffn(FFNShape(64, 16, 200, nonzeros), rounds=2, seed=0, backward=backward)
+    problem = FFNProblem(FFNShape(64, 16, 200, nonzeros), seed=0)
+    rows = benchmark_ffn(problem, rounds=2, backward=backward)
     assert [row["path"] for row in rows] == [f"auto ({auto})", "dense", "twell"]
     for row in rows:
         assert row.keys() == KEYS
@@ -52,7 +53,7 @@ def test_one_token():
 
 
 def test_no_neuron_firing_is_no_error():
-    rows = benchmark_ffn(FFNShape(1, 16, 40, 0.01), rounds=1, seed=0, backward=False)
+    rows = benchmark_ffn(FFNProblem(FFNShape(1, 16, 40, 0.01), 0), rounds=1, backward=False)
     assert rows[0]["nonzeros_per_token"] == 0
     assert all(row["max_relative_error"] == 0 for row in rows)
 
@@ -80,7 +81,8 @@ def test_command(as_json):
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_rows_of_sparse_weights(backward, tokens):
     shape = FFNShape(tokens, 30, 200, 100)
-    rows = benchmark_weights(shape, 0.2, 8, rounds=1, seed=0, backward=backward)
+    operation = "forward+backward" if backward else "forward"
+    (rows,) = benchmark_weights(FFNProblem(shape, 0), 0.2, 8, rounds=1, operations=[operation])
     assert [row["path"] for row in rows] == ["csr", "block_ell"]
     for row in rows:
         assert row.keys() == KEYS - {"nonzeros_per_token"} | {"density"}

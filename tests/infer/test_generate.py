@@ -15,6 +15,7 @@ class FixedModel:
     def __init__(self, model: Transformer, data: bytes) -> None:
         self.config = model.config
         self.dtype = model.dtype
+        self.stream = None
         self.data = iter(data)
         self.steps: list[int] = []
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
+from twell_numba.kernels import cuda_scalars  # noqa: E402
 from twell_numba.kernels.adamw import cuda, reference  # noqa: E402
 
 SETTINGS = {
@@ -81,3 +82,91 @@ def test_refuses_what_does_not_fit(machine):
     short = machine.upload(np.ones(2, np.float32))
     with pytest.raises(ValueError, match="first_moment of shape"):
         cuda.adamw_step(ones[0], ones[1], short, ones[3], **SETTINGS)
+
+
+def coefficients(learning_rate, beta1, beta2, eps, weight_decay, step, grad_scale):
+    del grad_scale
+    correction = learning_rate / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    decay = learning_rate * weight_decay
+    return np.float32([beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, *correction])
+
+
+@pytest.mark.parametrize("copy_dtype", [None, ml_dtypes.bfloat16, np.float16])
+def test_a_recorded_step_matches_the_reference(rng, machine, relative_error, copy_dtype):
+    for shape in machine.shapes([*SMALL, (2056,)], LARGE):
+        host = [array.astype(np.float32) for array in make(rng, shape)]
+        arrays = [machine.upload(array) for array in host]
+        copy = None if copy_dtype is None else machine.upload(np.zeros(shape, copy_dtype))
+        settings = machine.upload(coefficients(**SETTINGS))
+        scale = machine.upload(np.float32([SETTINGS["grad_scale"]]))
+        cuda.adamw_step_recorded(*arrays, copy, settings, scale)
+        expected = [array.astype(np.float64) for array in host]
+        reference.adamw_step(*expected, **SETTINGS)
+        for actual, wanted in zip(arrays, expected, strict=True):
+            assert relative_error(actual, wanted) <= 1e-6, shape
+        if copy is not None:
+            rounded = arrays[0].to_numpy().astype(copy_dtype)
+            np.testing.assert_array_equal(copy.to_numpy(), rounded)
+
+
+def test_a_scale_of_nan_changes_nothing(rng, machine):
+    host = [array.astype(np.float32) for array in make(rng, 300)]
+    arrays = [machine.upload(array) for array in host]
+    copy = machine.upload(np.ones(300, np.float16))
+    settings = machine.upload(coefficients(**SETTINGS))
+    cuda.adamw_step_recorded(*arrays, copy, settings, machine.upload(np.float32([np.nan])))
+    for actual, before in zip(arrays, host, strict=True):
+        np.testing.assert_array_equal(actual.to_numpy(), before)
+    np.testing.assert_array_equal(copy.to_numpy(), 1)
+
+
+@pytest.mark.parametrize("offset", [4, 1])
+def test_a_recorded_step_of_parts_of_longer_arrays(rng, machine, offset):
+    host = [array.astype(np.float32) for array in make(rng, 64)]
+    settings = machine.upload(coefficients(**SETTINGS))
+    scale = machine.upload(np.float32([1]))
+    whole = [machine.upload(array) for array in host]
+    cuda.adamw_step_recorded(*whole, None, settings, scale)
+    arrays = [machine.upload(array) for array in host]
+    cuda.adamw_step_recorded(*(array[offset:] for array in arrays), None, settings, scale)
+    for actual, before, wanted in zip(arrays, host, whole, strict=True):
+        np.testing.assert_array_equal(actual.to_numpy()[offset:], wanted.to_numpy()[offset:])
+        np.testing.assert_array_equal(actual.to_numpy()[:offset], before[:offset])
+
+
+def test_clip_scale(machine):
+    def scale(squares, loss, limit):
+        arrays = (machine.upload(np.array([number])) for number in (squares, loss))
+        return float(cuda.clip_scale_on_gpu(*arrays, limit).to_numpy()[0])
+
+    assert scale(4.0, 1.0, 1.0) == 0.5
+    assert scale(4.0, -1.0, 2.0) == scale(0.25, 1.0, 1.0) == scale(4.0, 1.0, 0.0) == 1.0
+    for squares, loss in ((np.nan, 1.0), (np.inf, 1.0), (4.0, np.nan), (4.0, -np.inf)):
+        assert np.isnan(scale(squares, loss, 1.0))
+
+
+def test_sum(rng, machine, precision):
+    dtype, _ = precision
+    for size in machine.shapes([0, 1, 257, 1100], [2**23 + 5]):
+        numbers = rng.standard_normal(size).astype(dtype)
+        total = cuda_scalars.sum_on_gpu(machine.upload(numbers))
+        assert (total.shape, total.dtype) == ((1,), np.float64)
+        wanted = numbers.astype(np.float64)
+        np.testing.assert_allclose(
+            total.to_numpy()[0], wanted.sum(), rtol=0, atol=1e-12 * np.abs(wanted).sum()
+        )
+
+
+def test_a_recorded_step_refuses_what_does_not_fit(machine):
+    ones = [machine.upload(np.ones(8, np.float32)) for _ in range(5)]
+    one = machine.upload(np.ones(1, np.float32))
+    with pytest.raises(ValueError, match=r"scale of shape \(8,\) given"):
+        cuda.adamw_step_recorded(*ones[:4], None, ones[4], ones[4])
+    with pytest.raises(TypeError, match="copy of dtype"):
+        cuda.adamw_step_recorded(*ones[:4], ones[4], ones[4], one)
+    with pytest.raises(TypeError, match="grad of dtype float64 given, float32 wanted"):
+        cuda.adamw_step_recorded(
+            ones[0], machine.upload(np.ones(8)), *ones[2:4], None, ones[4], one
+        )
+    with pytest.raises(TypeError, match="loss_sum of dtype float32 given, float64 wanted"):
+        cuda.clip_scale_on_gpu(machine.upload(np.ones(1)), one, 1.0)

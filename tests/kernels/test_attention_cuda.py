@@ -1,8 +1,12 @@
+from types import SimpleNamespace
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
+from twell_numba.device.gpu import cudnn, determinism, from_numpy, record_graph  # noqa: E402
 from twell_numba.kernels.attention import cuda, reference  # noqa: E402
 
 # B, S, T, H, G, w: nothing, few queries (each on its own), a tile of 32 less and more one, more
@@ -14,17 +18,36 @@ SMALL = [
     (2, 3, 7, 4, 2, 5),
     (1, 2, 260, 1, 1, 3),
     (1, 1, 3, 2, 1, 65),
+    (1, 2, 35, 2, 1, 8),
+    (1, 1, 5, 1, 1, 64),
     (1, 8, 8, 2, 1, 5),
     (1, 9, 33, 1, 1, 17),
 ]
 LARGER = [(1, 33, 33, 2, 1, 3), (1, 8, 9, 1, 1, 65), (1, 9, 65, 2, 2, 2)]
 LARGE = [
+    (2, 5, 515, 6, 2, 16),
+    (1, 1, 600, 2, 1, 256),
+    (1, 7, 300, 2, 1, 32),
     (1, 1, 5000, 8, 2, 128),
     (2, 7, 1030, 4, 1, 64),
     (1, 130, 133, 2, 2, 256),
     (3, 257, 257, 6, 3, 96),
     (2, 1024, 1024, 4, 4, 64),
     (1, 65, 700, 8, 1, 128),
+]
+# For cuDNN: tiles of 64 and 128 that are full and not, one query more and less, few queries
+FUSED = [
+    (2, 128, 128, 4, 4, 64),
+    (1, 129, 129, 4, 2, 64),
+    (1, 127, 127, 2, 1, 128),
+    (2, 64, 64, 3, 3, 32),
+    (1, 704, 704, 2, 2, 64),
+    (1, 1023, 1023, 2, 1, 64),
+    (3, 7, 7, 2, 2, 64),
+    (2, 2, 2, 2, 1, 8),
+    (1, 1, 600, 8, 2, 64),
+    (2, 9, 1000, 4, 4, 128),
+    (1, 200, 328, 4, 1, 96),
 ]
 
 
@@ -41,13 +64,13 @@ def random_shapes(rng, count):
         yield batch, queries, queries + later - 1, groups * sharing, groups, width
 
 
-def check(rng, machine, precision, shapes, relative_error, rounded):
+def check(rng, machine, precision, shapes, relative_error, rounded, path="tiled"):
     dtype, tolerance = precision
     for shape in shapes:
         (q, q64), (k, k64), (v, v64), (dy, dy64) = (rounded(a, dtype) for a in make(rng, *shape))
         q, k, v, dy = map(machine.upload, (q, k, v, dy))
-        y, log_sum_exp = cuda.causal_attention(q, k, v)
-        gradients = cuda.causal_attention_backward(dy, q, k, v, y, log_sum_exp)
+        y, log_sum_exp = cuda.causal_attention(q, k, v, path=path)
+        gradients = cuda.causal_attention_backward(dy, q, k, v, y, log_sum_exp, path=path)
         expected_y, expected_sum = reference.causal_attention(q64, k64, v64)
         expected = reference.causal_attention_backward(
             dy64, q64, k64, v64, expected_y, expected_sum
@@ -63,9 +86,117 @@ def check(rng, machine, precision, shapes, relative_error, rounded):
 
 
 def test_matches_the_reference(rng, machine, precision, relative_error, rounded):
-    small = SMALL if precision[0].itemsize == 8 else SMALL[2:5]
+    small = SMALL if precision[0].itemsize == 8 else SMALL[3:4] + SMALL[6:7]
     shapes = machine.shapes(small, SMALL + LARGER + LARGE + list(random_shapes(rng, 200)))
     check(rng, machine, precision, shapes, relative_error, rounded)
+
+
+@pytest.fixture
+def machine_with_cudnn(real_gpu):
+    """A real GPU for which cuDNN has attention."""
+    is_there, text = cudnn.available()
+    if not is_there:
+        pytest.skip(text)
+    if real_gpu.capability < cudnn.OLDEST_CAPABILITY:
+        pytest.skip("cuDNN has no fused attention for so old a GPU, or is not wanted")
+    return SimpleNamespace(gpu=real_gpu, upload=lambda array: from_numpy(array, real_gpu.stream))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_required", [True, False], ids=["fixed order", "any order"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(np.dtype(ml_dtypes.bfloat16), 5e-3), (np.dtype(np.float16), 1e-3)]
+)
+def test_cudnn_matches_the_reference(
+    rng, machine_with_cudnn, relative_error, rounded, monkeypatch, dtype, tolerance, is_required
+):
+    monkeypatch.setattr(determinism, "_is_required", is_required)
+    random = [
+        (*shape[:5], 8 * -(-min(shape[5], 128) // 8))
+        for shape in random_shapes(rng, 25)
+        if shape[2] > 1  # one query and one key: no plan
+    ]
+    precision = dtype, tolerance
+    check(rng, machine_with_cudnn, precision, FUSED + random, relative_error, rounded, "cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_required", [True, False], ids=["fixed order", "any order"])
+@pytest.mark.parametrize("queries", [2, 64, 192, 704, 1000, 1280])
+def test_cudnn_with_very_negative_scores(
+    rng, machine_with_cudnn, relative_error, rounded, monkeypatch, queries, is_required
+):
+    """All scores near -120, where exp(0 - L) of what is past the ends is infinite."""
+    monkeypatch.setattr(determinism, "_is_required", is_required)
+    upload = machine_with_cudnn.upload
+    for keys in (queries, queries + 64):
+        q, k, v, dy = make(rng, 1, queries, keys, 2, 2, 64)
+        q, k = 0.1 * q, 0.1 * k
+        q[..., 0], k[..., 0] = 1, -120 * 64**0.5
+        (q, q64), (k, k64), (v, v64), (dy, dy64) = (
+            rounded(array, np.dtype(np.float16)) for array in (q, k, v, dy)
+        )
+        q, k, v, dy = map(upload, (q, k, v, dy))
+        y, log_sum_exp = cuda.causal_attention(q, k, v, path="cudnn")
+        gradients = cuda.causal_attention_backward(dy, q, k, v, y, log_sum_exp, path="cudnn")
+        expected_y, expected_sum = reference.causal_attention(q64, k64, v64)
+        expected = reference.causal_attention_backward(
+            dy64, q64, k64, v64, expected_y, expected_sum
+        )
+        assert relative_error(y, expected_y) <= 5e-3
+        for actual, wanted in zip(gradients, expected, strict=True):
+            # in column 0 dq is the difference of numbers a thousand times larger
+            actual, wanted = actual.to_numpy()[..., 1:], wanted[..., 1:]
+            assert relative_error(actual, wanted) <= 5e-3, keys
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [9, 200, 256, 300])
+def test_cudnn_reads_a_cache_as_far_as_it_is_filled(
+    rng, machine_with_cudnn, relative_error, length
+):
+    q, k, v, _ = (array.astype(np.float16) for array in make(rng, 2, 9, 300, 4, 2, 64))
+    k[:, length:] = v[:, length:] = np.nan
+    arrays = map(machine_with_cudnn.upload, (q, k, v))
+    y, log_sum_exp = cuda.causal_attention(*arrays, length=length, path="cudnn")
+    expected_y, expected_sum = reference.causal_attention(
+        *(array.astype(np.float64) for array in (q, k[:, :length], v[:, :length]))
+    )
+    assert relative_error(y, expected_y) <= 1e-3
+    assert relative_error(log_sum_exp, expected_sum) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [128, 200])
+def test_cudnn_gives_the_same_bits_and_can_be_recorded(
+    rng, machine_with_cudnn, monkeypatch, queries
+):
+    monkeypatch.setattr(determinism, "_is_required", True)
+    stream = machine_with_cudnn.gpu.stream
+    first, second = (
+        [array.astype(np.float16) for array in make(rng, 2, queries, queries, 4, 2, 64)]
+        for _ in range(2)
+    )
+    arrays = q, k, v, dy = list(map(machine_with_cudnn.upload, first))
+
+    def step():
+        y, log_sum_exp = cuda.causal_attention(q, k, v, path="cudnn")
+        gradients = cuda.causal_attention_backward(dy, q, k, v, y, log_sum_exp, path="cudnn")
+        return y, log_sum_exp, *gradients
+
+    expected = {}
+    for number, contents in enumerate((first, second)):
+        for array, content in zip(arrays, contents, strict=True):
+            array.copy_from(content)
+        expected[number] = [array.to_numpy() for array in step()]
+    with record_graph(stream) as graph:
+        results = step()
+    for number, contents in ((0, first), (1, second), (0, first)):
+        for array, content in zip(arrays, contents, strict=True):
+            array.copy_from(content)
+        graph.replay()
+        for actual, wanted in zip(results, expected[number], strict=True):
+            np.testing.assert_array_equal(actual.to_numpy(), wanted)
 
 
 def test_several_tiles_match_the_reference(rng, machine, relative_error, rounded):
@@ -211,8 +342,6 @@ def test_refuses_other_arrays(rng, machine):
 
 @pytest.mark.gpu
 def test_a_recorded_step_of_decoding_follows_the_cache(rng, real_gpu):
-    from twell_numba.device.gpu import from_numpy, record_graph
-
     stream = real_gpu.stream
     q, k, v, _ = make(rng, 2, 6, 600, 4, 2, 32)
     query, key, value = (from_numpy(array[:, :1].copy(), stream) for array in (q, k, v))

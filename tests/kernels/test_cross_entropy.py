@@ -113,3 +113,29 @@ def test_refuses_a_target_out_of_range(target):
 def test_refuses(logits, targets, error):
     with pytest.raises(error, match="given"):
         cpu.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(0, 3), (1, 1), (5, 17), (300, 50)])
+def test_in_place_gives_the_same(rng, rows, vocabulary):
+    logits = rng.standard_normal((rows, vocabulary)).astype(np.float32)
+    targets = rng.integers(-1, vocabulary, rows)
+    expected, log_sum_exp = cpu.cross_entropy(logits, targets)
+    gradient = cpu.cross_entropy_backward(logits, targets, log_sum_exp, 0.25)
+    other = logits.copy()
+    losses = cpu.cross_entropy_in_place(logits, targets, 0.25)
+    np.testing.assert_array_equal(losses, expected)
+    np.testing.assert_array_equal(logits, gradient)
+    np.testing.assert_allclose(
+        reference.cross_entropy_in_place(other, targets, 0.25), losses, rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(other, logits, atol=1e-6)
+
+
+def test_in_place_refuses_what_it_cannot_change():
+    logits = np.zeros((4, 6))
+    with pytest.raises(ValueError, match="C-contiguous, writable array wanted"):
+        cpu.cross_entropy_in_place(logits[:, ::2], np.zeros(4, int), 1.0)
+    with pytest.raises(ValueError, match="target 6 given"):
+        cpu.cross_entropy_in_place(logits, np.full(4, 6), 1.0)
+    with pytest.raises(TypeError, match="float32 or float64 wanted"):
+        cpu.cross_entropy_in_place(logits.astype(np.int64), np.zeros(4, int), 1.0)

@@ -41,7 +41,7 @@ def test_products_match_the_reference(rng, machine, precision, relative_error, r
     dtype, tolerance = precision
     for rows, columns, width in cases(rng, machine, dtype):
         A = make(rng, rows, columns, dtype, density=0.01 if rows * columns > 10**6 else 0.3)
-        on_gpu = cuda.CSRArrays.from_host(A, machine.gpu.stream)
+        on_gpu = A.to(machine.gpu.stream)
         for name, shape in (
             ("csr_matmul", (columns, width)),
             ("csr_transposed_matmul", (rows, width)),
@@ -59,7 +59,7 @@ def test_products_match_the_reference(rng, machine, precision, relative_error, r
 
 def test_vectors(rng, machine, relative_error):
     A = make(rng, 7, 5, np.float32)
-    on_gpu = cuda.CSRArrays.from_host(A, machine.gpu.stream)
+    on_gpu = A.to(machine.gpu.stream)
     x, y = rng.standard_normal(5).astype(np.float32), rng.standard_normal(7).astype(np.float32)
     dense = A.to_dense().astype(np.float64)
     assert relative_error(cuda.csr_matmul(on_gpu, machine.upload(x)), dense @ x) < 1e-6
@@ -74,10 +74,10 @@ def test_sampled_product(rng, machine, precision, relative_error, rounded):
         (y, y64), (x, x64) = (
             rounded(rng.standard_normal((size, width)), dtype) for size in (rows, columns)
         )
-        on_gpu = cuda.CSRArrays.from_host(A, machine.gpu.stream)
+        on_gpu = A.to(machine.gpu.stream)
         actual = cuda.csr_sampled_product(on_gpu, machine.upload(y), machine.upload(x))
         expected = reference.csr_sampled_product(exact(A), y64, x64)
-        result = actual.to_host()
+        result = actual.to("cpu")
         result.validate()
         assert result.dtype == dtype
         np.testing.assert_array_equal(result.indices, A.indices)
@@ -85,12 +85,12 @@ def test_sampled_product(rng, machine, precision, relative_error, rounded):
 
 
 def test_sampled_product_overwrites_out(rng, machine):
-    A = cuda.CSRArrays.from_host(make(rng, 6, 5, np.float32), machine.gpu.stream)
+    A = make(rng, 6, 5, np.float32).to(machine.gpu.stream)
     Y, X = (machine.upload(rng.standard_normal((n, 3)).astype(np.float32)) for n in (6, 5))
     expected = cuda.csr_sampled_product(A, Y, X).data.to_numpy()
     assert cuda.csr_sampled_product(A, Y, X, A) is A
     np.testing.assert_array_equal(A.data.to_numpy(), expected)
-    other = cuda.CSRArrays.from_host(make(rng, 6, 5, np.float32), machine.gpu.stream)
+    other = make(rng, 6, 5, np.float32).to(machine.gpu.stream)
     with pytest.raises(ValueError, match="other index arrays"):
         cuda.csr_sampled_product(A, Y, X, other)
 
@@ -100,12 +100,12 @@ def test_zeros_annihilate_nan(machine, width):
     A = CSRMatrix(np.array([0.0, 2.0], np.float32), np.array([0, 1]), np.array([0, 2, 2]), (2, 3))
     x = np.full((3, width), np.nan, np.float32)
     x[1] = 1
-    product = cuda.csr_matmul(cuda.CSRArrays.from_host(A, machine.gpu.stream), machine.upload(x))
+    product = cuda.csr_matmul(A.to(machine.gpu.stream), machine.upload(x))
     np.testing.assert_array_equal(product.to_numpy(), [[2] * width, [0] * width])
 
 
 def test_out_may_share_memory_with_the_operand(rng, machine):
-    A = cuda.CSRArrays.from_host(make(rng, 6, 6, np.float32), machine.gpu.stream)
+    A = make(rng, 6, 6, np.float32).to(machine.gpu.stream)
     X = machine.upload(rng.standard_normal((6, 4)).astype(np.float32))
     expected = cuda.csr_matmul(A, X).to_numpy()
     assert cuda.csr_matmul(A, X, X) is X
@@ -118,7 +118,7 @@ def test_out_may_share_memory_with_the_operand(rng, machine):
 def test_mixed_dtypes_give_float32(rng, machine, relative_error):
     A = make(rng, 6, 5, np.float32)
     x = rng.standard_normal((5, 4)).astype(ml_dtypes.bfloat16)
-    on_gpu = cuda.CSRArrays.from_host(A, machine.gpu.stream)
+    on_gpu = A.to(machine.gpu.stream)
     product = cuda.csr_matmul(on_gpu, machine.upload(x))
     assert product.dtype == np.float32
     assert relative_error(product, A.to_dense().astype(np.float64) @ x.astype(np.float64)) < 1e-6
@@ -126,7 +126,7 @@ def test_mixed_dtypes_give_float32(rng, machine, relative_error):
 
 def test_same_bits_on_every_run(rng, machine):
     rows = 3000 if machine.is_real else 8
-    A = cuda.CSRArrays.from_host(make(rng, rows, 300, np.float32, 0.1), machine.gpu.stream)
+    A = make(rng, rows, 300, np.float32, 0.1).to(machine.gpu.stream)
     X = machine.upload(rng.standard_normal((rows, 40)).astype(np.float32))
     runs = [
         cuda.csr_transposed_matmul(A, X).to_numpy() for _ in range(50 if machine.is_real else 2)
@@ -136,7 +136,7 @@ def test_same_bits_on_every_run(rng, machine):
 
 
 def test_refuses_what_does_not_fit(rng, machine):
-    A = cuda.CSRArrays.from_host(make(rng, 6, 5, np.float32), machine.gpu.stream)
+    A = make(rng, 6, 5, np.float32).to(machine.gpu.stream)
     X = machine.upload(np.ones((5, 4), np.float32))
     with pytest.raises(ValueError, match=r"X of shape \(5, 4\) given, \(6,\) or \(6, N\) wanted"):
         cuda.csr_transposed_matmul(A, X)

@@ -13,6 +13,10 @@ from twell_numba.device.gpu import TARGETS, Kernel  # noqa: E402
 FAMILIES = sorted(
     path.parent.name for path in Path(twell_numba.kernels.__file__).parent.glob("*/cuda.py")
 )
+# Modules with kernels beside those in a family's ``cuda.py``.
+SHARED = ["cuda_scalars", "cuda_sums", "csr.cuda_held", "block_ell.cuda_tensor_cores"]
+# Modules whose kernels take 16 bits alone, from compute capability 8.0 on.
+ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores"]
 
 
 def signatures(dtype):
@@ -20,12 +24,22 @@ def signatures(dtype):
     array = f"{dtype}*"
     wide = "float64" if dtype == "float64" else "float32"
     wide_array, size, index = f"{wide}*", "int", "int64*"
+    norm = (array, array, size, array, wide, array, array, wide_array)
+    norm_backward = (array, array, array, wide_array, array, size, array)
     pairs = (*[array] * 4, wide_array, wide_array)  # dy, q, k, v, L and row sums
     return {
         "adamw": {
             "_step": (wide_array, array, wide_array, wide_array, *[wide] * 9, size),
-            "_sum_squares": (array, "float64*", size),
-            "_sum_parts": ("float64*", "float64*", size),
+            "_step_recorded": (
+                *["float32*"] * 4,
+                array,
+                size,
+                "float32*",
+                "float32*",
+                size,
+                size,
+            ),
+            "_clip": ("float64*", "float64*", "float64", "float32*"),
         },
         "block_ell": {
             "_rows_wide": (array, "int32*", wide_array, wide_array, *[size] * 6),
@@ -35,104 +49,238 @@ def signatures(dtype):
             "_left": (array, array, index, index, array, *[size] * 5),
             "_sample": (array, "int32*", wide_array, wide_array, *[size] * 7),
         },
+        "block_ell.cuda_tensor_cores": tensor_core_signatures(array),
         "attention": {
             "_forward": (array, array, array, index, wide, array, wide_array, *[size] * 7),
-            "_attend_parts": (array, array, array, index, wide, *[wide_array] * 3, *[size] * 8),
+            "_attend_parts": (*[array] * 3, index, wide, *[wide_array] * 3, *[size] * 10),
+            "_attend_parts_by_eights": (
+                *[array] * 3,
+                index,
+                wide,
+                *[wide_array] * 3,
+                *[size] * 10,
+            ),
             "_append": (array, array, index, *[size] * 5),
             "_combine_parts": (*[wide_array] * 3, array, wide_array, *[size] * 5),
             "sum_rows": (array, array, wide_array, *[size] * 4),
             "backward_by_queries": (*pairs, wide, array, *[size] * 6),
             "backward_by_keys": (*pairs, wide, array, array, *[size] * 6),
         },
+        "conversion": conversion_signatures(dtype),
         "cross_entropy": {
             "_forward": (array, index, wide_array, wide_array, size, size),
             "_backward": (array, index, wide_array, wide, array, size, size),
+            "_in_place": (array, index, wide_array, wide_array, *[size] * 3),
+        },
+        "cuda_scalars": {
+            "fill": (wide_array, "float64"),
+            "sum_eights": (array, "float64*", *[size] * 3),
+            "sum_parts": ("float64*", "float64*", size),
+        },
+        "cuda_sums": {
+            "_add": (wide_array, wide_array, size),
+            "_or": ("bool*", "bool*", size),
+            "_add_time": ("float64*",),
         },
         "csr": {
             "_gather_wide": (array, "int32*", "int64*", array, array, size, size, size),
             "_gather_eight": (array, "int32*", "int64*", wide_array, wide_array, *[size] * 3),
             "_gather_narrow": (array, "int32*", "int32*", array, array, size, size),
             "_left": (array, array, index, index, array, size, size, size),
-            "_permute": (array, index, array, size),
             "_sample": (array, "int32*", "int32*", array, array, *[size] * 4),
         },
+        "csr.cuda_held": {
+            "gather_held": (array, "int32*", "int32*", array, wide_array, *[size] * 4),
+            "sample_held": ("int32*", "int32*", array, array, wide_array, *[size] * 4),
+            "add_parts": (wide_array, array, size, size),
+        },
         "dense_ffn": {
-            "_gated_relu": (array, array, array, size),
-            "_gated_relu_backward": (array, array, array, array, wide, array, size),
-            "_relu": (array, array, size),
-            "_relu_backward": (array, array, wide, size),
-            "_count_chunks": (array, "float64*", size, size, size),
+            "_gated_relu": (array, array, array, size, size),
+            "_gated_relu_backward": (array, array, array, "float32*", array, size, size),
+            "_relu": (array, array, size, size),
+            "_relu_backward": (array, array, "float32*", size, size),
+            "_count_chunks": (array, "float64*", *[size] * 4),
             "_count_neurons": ("float64*", "float64*", "bool*", size, size),
             "_count_all": ("float64*", "float64*", size),
         },
+        "ell_product": {
+            "_multiply_wide": (
+                array,
+                "uint16*",
+                "int32*",
+                wide_array,
+                wide_array,
+                *[size] * 6,
+            ),
+            "_multiply_narrow": (array, "int32*", "int32*", array, array, *[size] * 5),
+            "_multiply_tail_wide": (array, index, wide_array, wide_array, *[size] * 4),
+            "_multiply_tail_narrow": (array, index, array, array, *[size] * 3),
+        },
+        "dense_product": {},
         "embedding": {
-            "_take": (array, index, array, size, size, size),
-            "_add_rows": (array, index, wide_array, size, size, size),
+            "_take": (array, index, array, *[size] * 4),
+            "_sort": (index, "int32*", "int32*", size, size),
+            "_add_runs": (array, "int32*", "int32*", wide_array, wide_array, *[size] * 4),
+            "_add_long_runs": ("int32*", wide_array, wide_array, *[size] * 4),
+        },
+        "proximal": {
+            "_threshold": (wide_array, wide, size, "float64*", size, size),
+            "_soft_blocks": (wide_array, size, "float64", "float64*", size, size),
+            "_mean_squares": (wide_array, size, "float64*", size, size),
+            "_zero_blocks": (wide_array, size, index, *[size] * 3),
+            "_count_digits": (f"int{wide[5:]}*", size, index, index, *[size] * 3),
+            "_choose_digit": (index, index, size, size),
+            "_count_alike": (wide_array, wide, index, size, size),
+            "_share_excess": (index, index, size),
+            "_cut_alike": (wide_array, wide, index, index, size, size),
+        },
+        "revival": {
+            "_revive": (wide_array, wide_array, wide_array, "bool*", *["float64"] * 2, *[size] * 5),
         },
         "rms_norm": {
-            "_forward": (array, array, wide, array, wide_array, size, size),
-            "_backward": (array, array, array, wide_array, array, size, size),
+            "_forward": (*norm, *[size] * 3),
+            "_forward_in_registers": (*norm, size, size),
+            "_backward": (*norm_backward, *[size] * 3),
+            "_backward_in_registers": (*norm_backward, wide_array, *[size] * 3),
             "_sum_chunks": (array, array, wide_array, wide_array, size, size, size),
-            "_sum_partial": (wide_array, array, size, size),
+            "_add_chunks": (wide_array, wide_array, size, size),
         },
-        "rotary": {"_turn": (array, wide_array, wide_array, wide, array, *[size] * 4)},
+        "rotary": {
+            name: (array, wide_array, wide_array, wide, array, *[size] * 4)
+            for name in ("_turn", "_turn_eights")
+        },
+        "sampling": {
+            "_sample": (
+                "float32*" if dtype == "float64" else array,
+                "float64*",
+                "float64",
+                size,
+                "float64",
+                "float64*",
+                index,
+                *[size] * 3,
+            ),
+        },
         "sparse_ffn": {
             "_gated_relu": (*[wide_array] * 3, index, "float64*", "bool*", *[size] * 3),
-            "_gated_relu_backward": (wide_array, wide_array, wide_array, wide, size, size),
+            "_gated_relu_backward": (*[wide_array] * 4, size, size),
             "_add": (array, wide_array, size),
             "add_statistics": (index, "float64*", "float64*", size),
         },
         "transpose": {"_transpose": (array, wide_array, size, size)},
-        "twell": twell_signatures(array, wide, wide_array),
+        "twell": twell_signatures(array, wide_array),
     }
 
 
-def twell_signatures(array, wide, wide_array):
+def tensor_core_signatures(array):
+    """Those of layers with block-ELL weights on tensor cores."""
+    columns, starts, sums, size = "int32*", "int32*", "float32*", "int"
+    weight = (array, columns, size)
+    forward = (array, *weight, *weight, *[array] * 3, columns, sums, *[size] * 6)
+    backward = (array, *weight, *[array] * 3, sums, array, array, *[size] * 5)
+    product = (array, array, columns, starts)
+    return {
+        "hidden_forward": forward,
+        "hidden_forward_held": forward,
+        "hidden_backward": backward,
+        "hidden_backward_held": backward,
+        "turn_blocks": (array, starts, starts, array, columns, *[size] * 3),
+        "sum_columns": (*product, *product, array, *[size] * 5),
+        "sample_blocks": (array, array, starts, starts, columns, sums, *[size] * 8),
+        "add_parts": (sums, columns, sums, *[size] * 3),
+        "add_counts": (columns, sums, "int64*", "float64*", "bool*", size, size),
+    }
+
+
+def conversion_signatures(dtype):
+    """Those of conversions, which take values as integers of as many bits."""
+    values = {"bfloat16": "uint16*", "float16": "uint16*", "float64": "int64*"}.get(dtype, "int32*")
+    index, long, counts, size = "int32*", "int64*", "int32*", "int"
+    rows = (long, values, index)  # places, data and indices that are filled
+    csr = (values, index, index)
+    packed = (values, "uint16*", counts)
+    return {
+        "sum_parts": (long, long, size),
+        "scan_sums": (long, size),
+        "scan_parts": (long, long, index, size),
+        "count_digits": (index, counts, *[size] * 5),
+        "place_digits": (*[index] * 5, *[size] * 5),
+        "find_starts": (index, index, size, size),
+        "find_rows": (index, index, index, size, size),
+        "_rows_of_dense": (values, size, *rows, *[size] * 3),
+        "_rows_of_csr": (*csr, size, *rows, *[size] * 2),
+        "_rows_of_segments": (*packed, values, long, size, long, index, index, *[size] * 9),
+        "_rows_of_blocks": (values, index, size, *rows, *[size] * 6),
+        "_number_tail": (long, long, size),
+        "_count_segments": (index, index, counts, *[size] * 4),
+        "_mark_overflows": (counts, counts, *[size] * 3),
+        "_fill_segments": (*csr, counts, values, "uint16*", *[size] * 4),
+        "_fill_tail": (*csr, index, long, values, size, size),
+        "_mark_blocks": (index, index, index, *[size] * 3),
+        "_number_blocks": (index, counts, size, size),
+        "_place_blocks": (index, counts, index, *[size] * 3),
+        "_fill_blocks": (*csr, index, values, *[size] * 4),
+        "_scatter_csr": (*csr, values, size, size),
+        "_scatter_segments": (*packed, values, *[size] * 5),
+        "_scatter_tail": (values, long, size, values, size, size),
+        "_scatter_blocks": (values, index, values, *[size] * 5),
+        "_transpose_blocks": (values, index, index, values, index, *[size] * 4),
+        "_take": (values, index, values, size),
+        "_take_either": (values, values, index, values, size, size),
+        "_put_either": (values, index, values, size, values, values, size, size),
+    }
+
+
+def twell_signatures(array, wide_array):
     """Those of the activation-sparse layers."""
-    columns, counts, mark, size = "uint16*", "int32*", "uint8*", "int"
+    columns, counts, size = "uint16*", "int32*", "int"
     packed = (array, columns, counts)
     statistics = (counts, wide_array, "bool*")
     tail = (array, counts, counts)
     lists = ("int64*", counts, counts)
     return {
         "pack_tiles": (array, *packed, *[size] * 5),
-        "pack_aligned_tiles": (array, *packed, *[size] * 4),
-        "mark_tail": (counts, mark, *[size] * 3),
-        "list_tail": (mark, counts, counts, size),
+        "pack_rows": (array, *packed, counts, *[size] * 4),
+        "mark_tail": (counts, counts, *[size] * 3),
+        "list_tail": (*[counts] * 3, size),
         "copy_rows": (array, counts, array, size, size),
         "add_statistics": (counts, wide_array, "float64*", size),
-        "count_rows": (*packed, array, mark, *statistics, *[size] * 5),
+        "count_rows": (*packed, array, counts, *statistics, *[size] * 5),
         "forward_rows": (array, array, array, *packed, array, array, *statistics, *[size] * 7),
         "forward_tail": (*[array] * 3, *tail, wide_array, array, *statistics, *[size] * 5),
         "backward_rows": (
-            *[array] * 4, *packed, array, wide, wide_array, array, *[size] * 7,
+            *[array] * 4, *packed, array, wide_array, wide_array, array, *[size] * 7,
         ),
-        "backward_tail": (*[array] * 5, *tail, wide, wide_array, array, *[size] * 5),
+        "backward_tail": (*[array] * 5, *tail, "float32*", wide_array, array, *[size] * 5),
         "add_gradients": (
             *[array] * 4, wide_array, *lists, *[wide_array] * 3, *[size] * 5,
         ),
         "add_tail_gradients": (
-            *[array] * 4, *tail, wide, wide_array, *[array] * 3, *[size] * 5,
+            *[array] * 4, *tail, wide_array, wide_array, *[array] * 3, *[size] * 5,
         ),
-        "count_entries": (columns, counts, counts, *[size] * 6),
-        "add_chunks": (counts, "int64*", size, size),
-        "add_neurons": ("int64*", size),
-        "list_entries": (columns, counts, counts, *lists, *[size] * 6),
+        "add_parts": (wide_array, counts, *[array] * 3, *[size] * 3),
+        "mark_entries": (*[columns, counts], counts, *[size] * 5),
+        "add_chunks": (counts, counts, "int64*", size, size),
+        "add_neurons": ("int64*", counts, counts, *[size] * 3),
+        "list_entries": (columns, counts, counts, counts, *lists, *[size] * 5),
     }  # fmt: skip
 
 
 def kernels_of(family):
-    module = importlib.import_module(f"twell_numba.kernels.{family}.cuda")
+    name = family if family in SHARED else f"{family}.cuda"
+    module = importlib.import_module(f"twell_numba.kernels.{name}")
     return {name: value for name, value in vars(module).items() if isinstance(value, Kernel)}
 
 
 def test_no_kernel_is_left_out():
-    assert {family: set(kernels_of(family)) for family in FAMILIES} == {
+    assert {family: set(kernels_of(family)) for family in [*FAMILIES, *SHARED]} == {
         family: set(kernels) for family, kernels in signatures("float32").items()
     }
 
 
 def compile_family(family, dtype, targets):
+    if family in ON_TENSOR_CORES:
+        targets = [target for target in targets if target != "75" and dtype.endswith("float16")]
     for name, kinds in signatures(dtype)[family].items():
         for target in targets:
             code, entry = kernels_of(family)[name].compile(kinds, target)
@@ -141,19 +289,19 @@ def compile_family(family, dtype, targets):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SHARED])
 def test_compiles_for_every_target(family, dtype):
     compile_family(family, dtype, TARGETS)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SHARED])
 def test_compiles_in_the_rarer_precisions(family, dtype):
     compile_family(family, dtype, ["75"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *SHARED])
 def test_compiles_in_the_rarer_precisions_for_every_target(family, dtype):
     compile_family(family, dtype, TARGETS)

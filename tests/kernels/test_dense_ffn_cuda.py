@@ -76,9 +76,32 @@ def test_gradients_in_float32_of_weights_in_16_bits(rng, machine, relative_error
         assert relative_error(actual, wanted) <= 5e-3
 
 
+def test_l1_scale_from_the_gpu(rng, machine):
+    for is_gated in (True, False):
+        x, dy, weights, gradients = make(rng, 3, 8, 24, is_gated=is_gated)
+        x, dy, *weights = (machine.upload(a.astype(np.float32)) for a in (x, dy, *weights))
+        forward, backward = functions(cuda, is_gated=is_gated)
+        _, activations = forward(x, *weights)
+        results = []
+        for scale in (0.375, machine.upload(np.float32([0.375])), 0.0):
+            sums = [machine.upload(gradient.astype(np.float32)) for gradient in gradients]
+            dx = backward(dy, x, *weights, activations, scale, *sums)
+            results.append([array.to_numpy() for array in (dx, *sums)])
+        for first, second in zip(*results[:2], strict=True):
+            np.testing.assert_array_equal(first, second)
+        assert np.any(results[0][0] != results[2][0])
+        with pytest.raises(TypeError, match="l1_scale of dtype float64 given, float32 wanted"):
+            backward(dy, x, *weights, activations, machine.upload(np.ones(1)), *sums)
+        scale = machine.upload(np.ones(2, np.float32))
+        with pytest.raises(ValueError, match=r"l1_scale of shape \(2,\) given"):
+            backward(dy, x, *weights, activations, scale, *sums)
+
+
 def test_statistics(rng, machine, precision):
     dtype, _ = precision
-    for rows, neurons in machine.shapes([(0, 3), (1, 1), (70, 9), (5, 0)], [(65537, 300)]):
+    for rows, neurons in machine.shapes(
+        [(0, 3), (1, 1), (70, 9), (5, 0), (40, 72)], [(65537, 300)]
+    ):
         hidden = np.maximum(rng.standard_normal((rows, neurons)), 0).astype(dtype)
         hidden[:, neurons // 2 : neurons // 2 + 1] = 0  # never fires
         on_gpu = machine.upload(hidden)
@@ -105,7 +128,7 @@ def test_nan_is_kept(rng, machine):
 
 
 def test_same_bits_on_every_run(rng, machine):
-    rows = 3000 if machine.is_real else 40
+    rows = 3000 if machine.is_real else 12
     x, dy, weights, _ = make(rng, rows, 8, 33, is_gated=True)
     x, dy = (machine.upload(array.astype(np.float32)) for array in (x, dy))
     weights = [machine.upload(weight.astype(np.float32)) for weight in weights]

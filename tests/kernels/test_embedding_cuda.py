@@ -6,8 +6,8 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cud
 
 from twell_numba.kernels.embedding import cuda, reference  # noqa: E402
 
-SMALL = [(0, 3, 2), (1, 1, 1), (3, 2, 65), (70, 5, 3), (130, 4, 70)]
-LARGE = [(65537, 300, 33), (16384, 32000, 128), (5000, 1, 300)]
+SMALL = [(0, 3, 2), (1, 1, 1), (3, 2, 65), (70, 5, 3), (130, 4, 70), (32, 64, 8), (40, 3, 264)]
+LARGE = [(65537, 300, 33), (16384, 32000, 128), (5000, 1, 300), (16384, 49152, 520), (7, 65, 2048)]
 
 
 def test_matches_the_reference(rng, machine, precision, relative_error, rounded):
@@ -41,6 +41,21 @@ def test_gradients_of_16_bits_are_added_in_float32(rng, machine):
     cuda.embedding_backward(machine.upload(dx), np.zeros(40, np.int64), dtable)
     expected = dx.astype(np.float64).sum(axis=0)
     np.testing.assert_allclose(dtable.to_numpy()[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_runs_of_tokens_that_straddle_chunks(rng, machine):
+    """Runs that end at, begin at, go over and hold several chunks of the sorted list."""
+    chunk = cuda.CHUNK
+    counts = [chunk, 3, chunk - 3, chunk + 1, 2 * chunk, 0, 3 * chunk - 2, 1, 1, 5]
+    tokens = rng.permutation(np.repeat(np.arange(len(counts)) * 30, counts))
+    tokens[rng.integers(0, tokens.size, 5)] = [-1, 400, 2**40, 65, -(2**40)]
+    dx = rng.integers(-8, 9, (tokens.size, 16)).astype(np.float32)  # sums are exact
+    dtable = rng.integers(-8, 9, (300, 16)).astype(np.float32)
+    on_gpu = machine.upload(dtable)
+    cuda.embedding_backward(machine.upload(dx), machine.upload(tokens), on_gpu)
+    in_range = (tokens >= 0) & (tokens < 300)
+    reference.embedding_backward(dx[in_range], tokens[in_range], dtable)
+    np.testing.assert_array_equal(on_gpu.to_numpy(), dtable)
 
 
 def test_same_bits_on_every_run(rng, machine):

@@ -20,11 +20,13 @@ def make(rng, rows, width, dtype=np.float64):
 def test_matches_the_reference(rng, rows, width, dtype, tolerance):
     x, weight, dy = make(rng, rows, width, dtype)
     y, inverse_rms = cpu.rms_norm(x, weight, EPS)
-    dx, dweight = cpu.rms_norm_backward(dy, x, weight, inverse_rms)
+    dweight = np.ones(width, dtype)
+    dx = cpu.rms_norm_backward(dy, x, weight, inverse_rms, dweight)
 
     x, weight, dy = (array.astype(np.float64) for array in (x, weight, dy))
     expected_y, expected_inverse = reference.rms_norm(x, weight, EPS)
-    expected_dx, expected_dweight = reference.rms_norm_backward(dy, x, weight, expected_inverse)
+    expected_dweight = np.ones(width)
+    expected_dx = reference.rms_norm_backward(dy, x, weight, expected_inverse, expected_dweight)
     for actual, expected in (
         (y, expected_y),
         (inverse_rms, expected_inverse),
@@ -37,13 +39,46 @@ def test_matches_the_reference(rng, rows, width, dtype, tolerance):
         )
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-13)])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_a_residual_stream_is_added(rng, rows, width, dtype, tolerance):
+    x, weight, dy = make(rng, rows, width, dtype)
+    addend, _, residual = make(rng, rows, width, dtype)
+    total, y, inverse_rms = cpu.add_rms_norm(x, addend, weight, EPS)
+    np.testing.assert_array_equal(total, x + addend)
+    expected_y, expected_inverse = cpu.rms_norm(total, weight, EPS)
+    np.testing.assert_allclose(y, expected_y, rtol=tolerance)
+    np.testing.assert_allclose(inverse_rms, expected_inverse, rtol=tolerance)
+
+    dweight, expected_dweight = np.zeros((2, width), dtype)
+    dx = cpu.rms_norm_backward(dy, total, weight, inverse_rms, dweight, residual)
+    alone = cpu.rms_norm_backward(dy, total, weight, inverse_rms, expected_dweight)
+    np.testing.assert_allclose(dx, alone + residual, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(dweight, expected_dweight)
+
+
 def test_reference_gradient(rng, gradient_check):
     x, weight, dy = make(rng, 5, 7)
     _, inverse_rms = reference.rms_norm(x, weight, EPS)
-    gradients = reference.rms_norm_backward(dy, x, weight, inverse_rms)
+    dweight = np.zeros(7)
+    dx = reference.rms_norm_backward(dy, x, weight, inverse_rms, dweight)
     gradient_check(
-        lambda: np.sum(dy * reference.rms_norm(x, weight, EPS)[0]), [x, weight], gradients, rng
+        lambda: np.sum(dy * reference.rms_norm(x, weight, EPS)[0]), [x, weight], [dx, dweight], rng
     )
+
+
+def test_reference_gradient_of_a_residual_stream(rng, gradient_check):
+    x, weight, dy = make(rng, 5, 7)
+    addend, _, residual = make(rng, 5, 7)
+
+    def loss():
+        total, y, _ = reference.add_rms_norm(x, addend, weight, EPS)
+        return np.sum(dy * y) + np.sum(residual * total)
+
+    total, _, inverse_rms = reference.add_rms_norm(x, addend, weight, EPS)
+    dweight = np.zeros(7)
+    dx = reference.rms_norm_backward(dy, total, weight, inverse_rms, dweight, residual)
+    gradient_check(loss, [x, addend, weight], [dx, dx, dweight], rng)
 
 
 def test_same_bits_for_every_thread_count(rng, monkeypatch):
@@ -55,7 +90,9 @@ def test_same_bits_for_every_thread_count(rng, monkeypatch):
         for threads in (1, 2, 3):
             set_thread_count(threads)
             y, inverse_rms = cpu.rms_norm(x, weight, EPS)
-            results.append((y, *cpu.rms_norm_backward(dy, x, weight, inverse_rms)))
+            dweight = np.zeros_like(weight)
+            dx = cpu.rms_norm_backward(dy, x, weight, inverse_rms, dweight)
+            results.append((y, dx, dweight))
     finally:
         set_thread_count(before)
     for other in results[1:]:
@@ -107,9 +144,13 @@ def test_refuses(x, weight, error):
         cpu.rms_norm(x, weight, EPS)
 
 
-def test_backward_refuses_other_shapes():
-    x, weight, inverse_rms = np.ones((2, 3)), np.ones(3), np.ones(2)
+def test_backward_refuses_what_does_not_fit():
+    x, weight, inverse_rms, grad = np.ones((2, 3)), np.ones(3), np.ones(2), np.ones(3)
     with pytest.raises(ValueError, match="dy"):
-        cpu.rms_norm_backward(np.ones((3, 2)), x, weight, inverse_rms)
+        cpu.rms_norm_backward(np.ones((3, 2)), x, weight, inverse_rms, grad)
     with pytest.raises(ValueError, match="inverse_rms"):
-        cpu.rms_norm_backward(x, x, weight, np.ones(3))
+        cpu.rms_norm_backward(x, x, weight, np.ones(3), grad)
+    with pytest.raises(ValueError, match="residual of shape"):
+        cpu.rms_norm_backward(x, x, weight, inverse_rms, grad, np.ones((3, 3)))
+    with pytest.raises(TypeError, match="weight_grad of float32 given, float64 wanted"):
+        cpu.rms_norm_backward(x, x, weight, inverse_rms, grad.astype(np.float32))

@@ -30,6 +30,20 @@ def test_reference_gradient(rng, gradient_check):
     gradient_check(lambda: np.sum(dy * reference.rotary(x, cos, sin)), [x], [dx], rng)
 
 
+def test_in_place(rng):
+    x = rng.standard_normal((2, 3, 2, 16)).astype(np.float32)
+    cos, sin = reference.rotary_tables(np.arange(3), 16, 10000.0)
+    expected = cpu.rotary(x, cos, sin)
+    actual = x.copy()
+    assert cpu.rotary(actual, cos, sin, actual) is actual
+    np.testing.assert_array_equal(actual, expected)
+    expected = cpu.rotary_backward(actual, cos, sin)
+    assert cpu.rotary_backward(actual, cos, sin, out=actual) is actual
+    np.testing.assert_array_equal(actual, expected)
+    with pytest.raises(TypeError, match="out of float64 given, float32 wanted"):
+        cpu.rotary(x, cos, sin, x.astype(np.float64))
+
+
 def test_tables_are_the_angles_of_the_definition():
     cos, sin = rotary_tables(np.array([0, 3]), 4, 100.0, np.float64)
     np.testing.assert_allclose(cos, np.cos([[0, 0], [3, 0.3]]))

@@ -10,6 +10,7 @@ from twell_numba.formats import BlockELLMatrix, CSRMatrix  # noqa: E402
 from twell_numba.kernels.block_ell import cuda as block_ell_cuda  # noqa: E402
 from twell_numba.kernels.block_ell import reference as block_ell_reference  # noqa: E402
 from twell_numba.kernels.csr import cuda as csr_cuda  # noqa: E402
+from twell_numba.kernels.csr import cuda_held  # noqa: E402
 from twell_numba.kernels.csr import reference as csr_reference  # noqa: E402
 
 # (M, D, F)
@@ -28,7 +29,7 @@ class CSR:
 
     @staticmethod
     def upload(A, stream):
-        return csr_cuda.CSRArrays.from_host(A, stream)
+        return A.to(stream)
 
     @staticmethod
     def exact(A):
@@ -47,7 +48,7 @@ class BlockELL:
 
     @staticmethod
     def upload(A, stream):
-        return block_ell_cuda.BlockELLArrays.from_host(A, stream)
+        return A.to(stream)
 
     @staticmethod
     def exact(A):
@@ -77,9 +78,9 @@ def family(request):
     return request.param
 
 
-def make_problem(rng, rows, width, neurons, dtype, family, matrices):
+def make_problem(rng, rows, width, neurons, dtype, family, matrices, block_size=None):
     x = rng.standard_normal((rows, width)).astype(dtype)
-    block_size = int(rng.choice([3, 5, 16]))
+    block_size = int(rng.choice([3, 5, 16])) if block_size is None else block_size
     weights = []
     for _ in range(matrices):
         dense = rng.standard_normal((neurons, width)) * width**-0.5
@@ -91,9 +92,13 @@ def make_problem(rng, rows, width, neurons, dtype, family, matrices):
     return x, weights
 
 
-def check_layer(machine, rng, problem, family, precision, relative_error, gated, wide=False):
+def check_layer(
+    machine, rng, problem, family, precision, relative_error, gated, wide=False, block_size=None
+):
     dtype, tolerance = precision
-    x, weights = make_problem(rng, *problem, dtype, family, 3 if gated else 2)
+    if dtype.itemsize == 2:
+        tolerance *= 2  # g, u, h and their gradients are rounded too: little averages out here
+    x, weights = make_problem(rng, *problem, dtype, family, 3 if gated else 2, block_size)
     exact = [family.exact(weight) for weight in weights]
     x64 = x.astype(np.float64)
     if x.size and dtype != np.float64:
@@ -128,6 +133,7 @@ def check_layer(machine, rng, problem, family, precision, relative_error, gated,
     assert relative_error(dx, wanted_dx) <= tolerance, problem
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
         assert relative_error(gradient, wanted_gradient) <= tolerance, problem
+    return activations
 
 
 def problems(rng, machine):
@@ -153,6 +159,79 @@ def test_gradients_of_16_bits_may_be_added_in_float32(rng, machine, family, rela
 @pytest.mark.parametrize("tokens", [136, 259], ids=["aligned", "not_aligned"])
 def test_many_tokens(rng, machine, family, tokens, precision, relative_error):
     check_layer(machine, rng, (tokens, 3, 4), family, precision, relative_error, gated=True)
+
+
+# (M, D, F, b): one token, as many as a warp takes and more, blocks of one strip and of more
+ON_TENSOR_CORES = [(1, 32, 32, 32), (7, 64, 96, 32), (53, 128, 64, 64)]
+LARGE_ON_TENSOR_CORES = [
+    (48, 96, 96, 96),
+    (129, 512, 1024, 32),
+    (1025, 1024, 512, 128),
+    (2049, 512, 1408, 64),
+    (300, 2304, 352, 32),
+]
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["direct", "held"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two_matrix"])
+def test_tensor_cores(rng, machine, monkeypatch, gated, dtype, is_held, relative_error):
+    with_tensor_cores(machine, monkeypatch, is_held)
+    precision = (np.dtype(dtype), 5e-3 if dtype == ml_dtypes.bfloat16 else 1e-3)
+    for *problem, b in machine.shapes(ON_TENSOR_CORES, LARGE_ON_TENSOR_CORES):
+        activations = check_layer(
+            machine, rng, problem, BlockELL, precision, relative_error, gated, True, b
+        )
+        assert activations.kept is not None, problem
+
+
+def with_tensor_cores(machine, monkeypatch, is_held=False):
+    """Let an emulated GPU have them; ``is_held``: whether rows are held in shared memory."""
+    if not machine.is_real:
+        monkeypatch.setattr(machine.gpu, "capability", (8, 0))
+    if not (machine.is_real and is_held):
+        monkeypatch.setattr(machine.gpu, "shared_memory_per_block", 227 * 1024 if is_held else 0)
+    if machine.gpu.capability < (8, 0):
+        pytest.skip("a GPU without these tensor cores")
+
+
+def test_same_bits_from_tensor_cores(rng, machine, monkeypatch):
+    with_tensor_cores(machine, monkeypatch)
+    problem = (3000, 256, 512) if machine.is_real else (5, 32, 32)
+    x, weights = make_problem(rng, *problem, ml_dtypes.bfloat16, BlockELL, 3, 32)
+    check_same_bits(machine, x, weights, BlockELL)
+
+
+def test_held_columns_of_csr(rng, machine, monkeypatch, precision, relative_error):
+    monkeypatch.setattr(cuda_held, "FEWEST_USES", 1e-9)
+    if not machine.is_real:
+        monkeypatch.setattr(machine.gpu, "shared_memory_per_block", cuda_held.HELD_BYTES)
+    for problem in machine.shapes([(136, 4, 20)], [(8192, 300, 512), (2056, 1024, 1000)]):
+        check_layer(machine, rng, problem, CSR, precision, relative_error, gated=True)
+    if not machine.is_real:
+        is_held = {"gather_held", "sample_held"} <= {name for name, _ in machine.gpu.launches}
+        assert is_held == (precision[0].itemsize <= 4)
+
+
+def test_l1_scale_may_be_on_the_gpu(rng, machine, family, monkeypatch):
+    for has_tensor_cores in (False, True):
+        if has_tensor_cores:
+            with_tensor_cores(machine, monkeypatch)
+        dtype = ml_dtypes.bfloat16
+        x, weights = make_problem(rng, 3, 32, 32, dtype, family, 3, 32)
+        on_gpu = [family.upload(weight, machine.gpu.stream) for weight in weights]
+        x = machine.upload(x)
+        _, activations = family.kernels.gated_ffn_forward(x, *on_gpu)
+        results = []
+        for scale in (0.25, machine.upload(np.array([0.25], np.float32)), 0.5):
+            gradients = [
+                machine.upload(np.zeros(weight.stored_values.shape, np.float32))
+                for weight in weights
+            ]
+            family.kernels.gated_ffn_backward(x, x, *on_gpu, activations, scale, *gradients)
+            results.append(gradients[0].to_numpy())
+        np.testing.assert_array_equal(results[0], results[1])
+        assert not np.array_equal(results[0], results[2])
 
 
 def test_nan_is_kept(rng, machine, family):
@@ -190,6 +269,10 @@ def test_blocks_of_several_sizes_are_refused(rng, machine):
 def test_same_bits_on_every_run(rng, machine, family):
     problem = (500, 70, 90) if machine.is_real else (5, 4, 6)
     x, weights = make_problem(rng, *problem, np.float32, family, 3)
+    check_same_bits(machine, x, weights, family)
+
+
+def check_same_bits(machine, x, weights, family):
     on_gpu = [family.upload(weight, machine.gpu.stream) for weight in weights]
     x = machine.upload(x)
     runs = []
@@ -209,7 +292,7 @@ def test_refuses_what_does_not_fit(rng, machine, family):
     x, weights = make_problem(rng, 3, 4, 5, np.float32, family, 2)
     on_gpu = [family.upload(weight, machine.gpu.stream) for weight in weights]
     x = machine.upload(x)
-    with pytest.raises(TypeError, match="up_weight of type DeviceArray given, .*Arrays wanted"):
+    with pytest.raises(TypeError, match="up_weight of type DeviceArray given, .*Matrix wanted"):
         family.kernels.ffn_forward(x, x, on_gpu[1])
     with pytest.raises(ValueError, match=r"up_weight of shape \(5, 4\) given, shape \(5, 3\)"):
         family.kernels.ffn_forward(machine.upload(np.ones((2, 3), np.float32)), *on_gpu)

@@ -1,11 +1,13 @@
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
-from twell_numba.kernels.twell import cuda, reference  # noqa: E402
+from twell_numba.device.gpu import TARGETS  # noqa: E402
+from twell_numba.kernels.twell import cuda, cuda_rows, reference  # noqa: E402
 
 # (M, D, F, how many neurons fire, tile, slots): no row, one, tiles straddled, no entry, a tail
 SMALL = [
@@ -18,9 +20,22 @@ SMALL = [
 ]
 # more columns than a warp takes at once, in rows that can be read eight numbers at a time and not
 ALIGNED, WIDE = (3, 264, 6, 4, 4, 2), (2, 259, 6, 3, 4, 2)
+# rows that a block holds in registers: a warp, a part of one, two, two with 16 columns a thread
+IN_REGISTERS, *MORE_IN_REGISTERS = [
+    (2, 256, 9, 4, 4, 3),
+    (2, 256, 5, 0, 4, 2),
+    (2, 40, 9, 4, 4, 3),
+    (2, 512, 5, 2, 8, 4),
+    (2, 1024, 4, 2, 4, 2),
+]
 LARGE = [
+    (7, 256, 300, 40, 256, 64),
+    (300, 768, 1001, 60, 256, 64),
+    (1, 2048, 777, 300, 256, 256),
+    (300, 2048, 5632, 29, 256, 8),
+    (40, 8192, 600, 600, 256, 256),
     (1, 2048, 5632, 29, 256, 64),
-    (3, 64, 65537, 40, 256, 32),
+    (3, 40, 65537, 40, 256, 32),
     (65537, 33, 70, 9, 16, 4),
     (700, 257, 1000, 500, 256, 64),
     (513, 300, 2049, 60, 256, 8),
@@ -29,7 +44,9 @@ LARGE = [
 
 
 def random_problem(rng):
-    rows, width, neurons = rng.integers([1, 16, 16], 300)
+    rows, neurons = rng.integers([1, 16], 300)
+    # few widths that eight divides: kernels are compiled for each
+    width = rng.choice([40, 256, 2 * rng.integers(8, 150) + 1])
     tile = int(rng.choice([8, 32, 100, 256]))
     slots = int(rng.integers(1, tile + 1))
     return (int(rows), int(width), int(neurons), int(rng.integers(0, neurons + 1)), tile, slots)
@@ -126,6 +143,71 @@ def test_more_columns_than_a_warp_takes(rng, machine, problem, precision, relati
     check_layer(machine, rng, problem, precision, relative_error, gated=True)
 
 
+@pytest.mark.parametrize("problem", [ALIGNED, (4, 8, 9, 9, 4, 2)], ids=["rows", "tail"])
+def test_rows_wider_than_a_block_holds(rng, machine, problem, relative_error, monkeypatch):
+    monkeypatch.setattr(cuda, "fits", lambda width: False)
+    check_layer(machine, rng, problem, (np.dtype(np.float32), 1e-5), relative_error, gated=True)
+
+
+BFLOAT16 = (np.dtype(ml_dtypes.bfloat16), 5e-3)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two_matrices"])
+def test_rows_in_registers(rng, machine, precision, relative_error, gated):
+    check_layer(machine, rng, IN_REGISTERS, precision, relative_error, gated)
+
+
+@pytest.mark.parametrize("problem", MORE_IN_REGISTERS, ids=lambda problem: f"D{problem[1]}")
+def test_wider_rows_in_registers(rng, machine, problem, relative_error):
+    check_layer(machine, rng, problem, BFLOAT16, relative_error, True, np.dtype(np.float32))
+
+
+@pytest.fixture
+def short_lists(monkeypatch):
+    """Let a few entries already take several lists in shared memory, and several parts."""
+    factories = (cuda_rows.forward_row, cuda_rows.backward_row, cuda_rows.add_gradients_of_part)
+    monkeypatch.setattr(cuda_rows, "LIST", 4)
+    monkeypatch.setattr(cuda, "FEWEST_ENTRIES", 3)
+    for factory in factories:
+        factory.cache_clear()
+    yield
+    for factory in factories:
+        factory.cache_clear()
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "two_matrices"])
+def test_more_entries_than_a_list_holds(rng, short_lists, machine, relative_error, gated):
+    precision = (np.dtype(np.float32), 1e-5)
+    check_layer(machine, rng, (6, 256, 9, 6, 8, 8), precision, relative_error, gated)
+
+
+def compile_kernels_of(width, gated, dtype, targets):
+    array, sums = f"{dtype}*", "float64*" if dtype == "float64" else "float32*"
+    packed, sizes = (array, "uint16*", "int32*"), ["int"] * 3
+    statistics, lists = ("int32*", sums, "bool*"), ("int64*", *["int32*"] * 4)
+    kinds = {
+        cuda_rows.forward_row: (*[array] * 3, *packed, array, array, *statistics, *sizes),
+        cuda_rows.backward_row: (*[array] * 4, *packed, array, sums, sums, array, *sizes),
+        cuda_rows.add_gradients_of_part: (*[array] * 4, sums, *lists, *[sums] * 4, *sizes[:2]),
+    }
+    for factory, kinds_of_kernel in kinds.items():
+        for target in targets:
+            code, _ = factory(width, gated).compile(kinds_of_kernel, target)
+            assert code.startswith(b"\x7fELF"), (factory.__name__, target)
+
+
+def test_kernels_of_a_width_compile_for_every_target():
+    compile_kernels_of(2048, True, "bfloat16", TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("width", "gated", "dtype"),
+    [(8192, True, "float32"), (768, False, "float16"), (256, True, "float64")],
+)
+def test_kernels_of_other_widths_compile(width, gated, dtype):
+    compile_kernels_of(width, gated, dtype, ["75"])
+
+
 @pytest.mark.parametrize(("width", "neurons"), [(0, 5), (4, 0)])
 def test_nothing_to_compute(machine, width, neurons):
     x = machine.upload(np.ones((3, width), np.float32))
@@ -142,10 +224,20 @@ def zeros_like(machine):
 
 
 def test_gradients_of_16_bits_may_be_added_in_float32(rng, machine, relative_error):
-    import ml_dtypes
+    check_layer(machine, rng, SMALL[3], BFLOAT16, relative_error, True, np.dtype(np.float32))
 
-    precision = (np.dtype(ml_dtypes.bfloat16), 5e-3)
-    check_layer(machine, rng, SMALL[3], precision, relative_error, True, np.dtype(np.float32))
+
+def test_l1_scale_may_be_on_the_gpu(rng, machine):
+    stored, _ = make_problem(rng, 3, 5, 9, 4, np.float32)
+    x, *weights = map(machine.upload, stored)
+    y, packed = cuda.gated_ffn_forward(x, *weights, 4, 3)
+    results = []
+    for scale in (0.5, machine.upload(np.array([0.5], np.float32))):
+        gradients = [machine.upload(np.zeros((9, 5), np.float32)) for _ in range(3)]
+        dx = cuda.gated_ffn_backward(y, x, *weights, packed, scale, *gradients)
+        results.append([array.to_numpy() for array in (dx, *gradients)])
+    for given, wanted in zip(*results, strict=True):
+        np.testing.assert_array_equal(given, wanted)
 
 
 @pytest.mark.parametrize("neurons", [256, 300, 312], ids=["one_tile", "not_aligned", "aligned"])
@@ -207,11 +299,14 @@ def test_padding_is_not_read(rng, machine):
 
 
 @pytest.mark.parametrize("rows", [1, 32, 33, 200])
-def test_entries_are_listed_by_neuron(rng, machine, rows):
+def test_entries_are_listed_by_neuron(rng, machine, rows, monkeypatch):
+    monkeypatch.setattr(cuda, "FEWEST_ENTRIES", 7)
     gate = rng.standard_normal((rows, 11)).astype(np.float32)
     gate[:, 4] = -1
     packed = cuda.relu_pack(machine.upload(gate), 4, 3)
-    starts, entry_rows, entry_slots = (array.to_numpy() for array in cuda._list_by_neuron(packed))
+    starts, part_starts, part_neurons, entry_rows, entry_slots = (
+        array.to_numpy() for array in cuda._list_by_neuron(packed)
+    )
     columns, values = packed.columns.to_numpy(), packed.values.to_numpy()
     wanted = np.maximum(gate, 0)
     wanted[packed.pattern().tail_rows] = 0
@@ -222,6 +317,9 @@ def test_entries_are_listed_by_neuron(rng, machine, rows):
         np.testing.assert_array_equal(values[rows_of, slots_of], wanted[rows_of, neuron])
         np.testing.assert_array_equal(slots_of // 3 * 4 + columns[rows_of, slots_of], neuron)
     assert starts[11] == (wanted > 0).sum()
+    parts = np.maximum(-(-np.diff(starts) // part_starts[12]), 1)
+    np.testing.assert_array_equal(np.diff(part_starts[:12]), parts)
+    np.testing.assert_array_equal(part_neurons[: part_starts[11]], np.repeat(range(11), parts))
 
 
 def test_same_bits_on_every_run(rng, machine):

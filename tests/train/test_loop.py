@@ -62,6 +62,8 @@ METRICS_KEYS = {
     "ffn_weight_density",
     "ffn_weight_format",
     "ffn_weight_bytes",
+    "seconds_by_part",
+    "peak_memory_bytes",
 }
 
 
@@ -126,7 +128,7 @@ def outcome(run):
     del state["clocks"], state["settings"]["data"]
     rows = folder.read_metrics()
     for row in rows:
-        del row["tokens_per_second"]
+        del row["tokens_per_second"], row["seconds_by_part"], row["peak_memory_bytes"]
     tensors = {
         name: tensor.tobytes()
         for file in ("model.safetensors", "optimizer.safetensors")
@@ -159,6 +161,9 @@ def test_a_run_writes_what_it_promises(tmp_path, config, capsys):
         assert row["tokens"] == row["step"] * 64
     assert rows[-1]["validation_loss"] == summary["loss"]
     assert rows[0]["tokens_per_second"] is None
+    assert rows[0]["seconds_by_part"].keys() == {"forward", "backward", "optimizer"}
+    assert min(rows[0]["seconds_by_part"].values()) > 0
+    assert rows[0]["peak_memory_bytes"] > 1 << 20
     assert rows[-1]["l1_strength"] == config.l1_activation
     assert rows[-1]["ffn_weight_density"] == dict.fromkeys(
         ("gate_proj", "up_proj", "down_proj"), [1.0, 1.0]

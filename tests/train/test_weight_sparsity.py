@@ -94,7 +94,7 @@ def outcome(run):
     del state["clocks"]
     rows = folder.read_metrics()
     for row in rows:
-        del row["tokens_per_second"]
+        del row["tokens_per_second"], row["seconds_by_part"], row["peak_memory_bytes"]
     tensors = {
         name: tensor.tobytes()
         for file in ("model.safetensors", "optimizer.safetensors")

@@ -3,12 +3,20 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from twell_numba.cli.options import device_option, json_option, seed_option
-from twell_numba.cli.text import print_table
+from twell_numba.cli.bench_model import bench_model, bench_train
+from twell_numba.cli.options import (
+    Decorator,
+    device_option,
+    json_option,
+    rounds_option,
+    seed_option,
+)
+from twell_numba.cli.text import note, print_table
 from twell_numba.errors import UsageError
 
 
@@ -21,10 +29,17 @@ def bench() -> None:
       twell bench ffn
       twell bench weights
       twell bench formats
+      twell bench model
+      twell bench train
     """
 
 
+bench.add_command(bench_model)
+bench.add_command(bench_train)
+
+
 SIZE = click.IntRange(2, 2**20)
+MATRIX_SIZE = click.IntRange(1)
 
 
 class Density(click.FloatRange):
@@ -42,32 +57,46 @@ class Density(click.FloatRange):
         return density
 
 
-rounds_option = click.option(
-    "--rounds",
-    type=click.IntRange(20),
-    default=20,
-    show_default=True,
-    help="Timed calls of each path, in turn; their median counts.",
+class Nonzeros(click.FloatRange):
+    """A number above 0; NaN, which no comparison catches, and infinity refused."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        count = super().convert(value, param, ctx)
+        if not math.isfinite(count):
+            self.fail(f"{value!r} given; a number above 0 wanted", param, ctx)
+        return count
+
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Of inputs and weights; float32 on the CPU, bfloat16 on a GPU if not given.",
 )
 
-block_size_option = click.option(
-    "--block-size",
-    type=click.IntRange(1),
-    default=16,
-    show_default=True,
-    help="Rows and columns of a block of block-ELL.",
-)
+
+def block_size_option(gpu_default: int) -> Decorator:
+    """Add ``--block-size``, passed on as None where it is not given."""
+    return click.option(
+        "--block-size",
+        type=click.IntRange(1),
+        help=f"Rows and columns of a block of block-ELL; 16, on a GPU {gpu_default} if not given.",
+    )
 
 
 def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sizes of a feedforward layer and its input."""
-    for option, default, letter in (
-        ("--hidden-width", 2048, "F, neurons."),
-        ("--width", 512, "D."),
-        ("--tokens", 1024, "M."),
+    """Add the sizes of a feedforward layer and its input, None where they are not given."""
+    for option, letter, cpu, gpu in (
+        ("--hidden-width", "F, neurons", 2048, 5632),
+        ("--width", "D", 512, 2048),
+        ("--tokens", "M", 1024, 16384),
     ):
-        added = click.option(option, type=SIZE, default=default, show_default=True, help=letter)
-        command = added(command)
+        help = f"{letter}; {cpu}, on a GPU {gpu} if not given."
+        command = click.option(option, type=SIZE, help=help)(command)
     return command
 
 
@@ -78,68 +107,107 @@ def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "densities",
     type=Density(),
     multiple=True,
-    default=(0.01, 0.05, 0.5),
-    show_default=True,
-    help="Fraction of neurons that fire for a token; may be given several times.",
+    help="Fraction of neurons that fire for a token; may be given several times. 0.01, 0.05 and "
+    "0.5 on the CPU if neither this nor --nonzeros is given.",
 )
+@click.option(
+    "--nonzeros",
+    type=Nonzeros(),
+    multiple=True,
+    help="Number of neurons that fire for a token; may be given several times. 29, 60, 150, 911 "
+    "and half of them on a GPU if neither this nor --density is given.",
+)
+@click.option(
+    "--skew",
+    type=click.FloatRange(0, 4),
+    default=0.0,
+    show_default=True,
+    help="The n-th most popular neuron fires in proportion to n^-SKEW; 0: all equally often.",
+)
+@dtype_option
 @rounds_option
 @device_option
 @seed_option(0)
 @json_option
 def bench_ffn(
-    tokens: int,
-    width: int,
-    hidden_width: int,
+    tokens: int | None,
+    width: int | None,
+    hidden_width: int | None,
     densities: tuple[float, ...],
+    nonzeros: tuple[float, ...],
+    skew: float,
+    dtype: str | None,
     rounds: int,
     device: str,
     seed: int,
     as_json: bool,
 ) -> None:
-    """Time a gated ReLU FFN in float32 through every path, against NumPy's BLAS.
+    """Time a gated ReLU FFN through every path.
 
-    For each density: the forward pass and forward with backward over all tokens. For the first
-    density also one token, on its own and right after a large BLAS product. `auto (twell)` means
-    that auto took the TwELL path. Errors are norm-wise, against float64.
+    For each number of neurons that fire: the forward pass and forward with backward over all
+    tokens. For the first also one token, on the CPU on its own and right after a large BLAS
+    product. `auto (twell)` means that auto took the TwELL path.
+
+    On the CPU, everything is in float32, against NumPy's BLAS. On a GPU, times are the GPU's, of
+    work recorded in a graph, against this library's dense path: products by cuBLASLt, the rest in
+    fused kernels.
+
+    Errors are norm-wise, against float64 computed of the same inputs; of large layers, those of
+    64 tokens and the gradients of 16 neurons, drawn at random.
 
     \b
-    Example:
+    Examples:
       twell bench ffn --density 0.01 --density 0.1
+      twell bench ffn --device cuda --nonzeros 29 --dtype bfloat16
     """
-    from twell_numba.device.memory import keep_freed_memory
-    from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
-    from twell_numba.infer.ffn_problem import FFNShape
+    from twell_numba.infer.benchmark import (
+        benchmark_ffn,
+        benchmark_one_token,
+        describe_baseline,
+    )
+    from twell_numba.infer.ffn_problem import (
+        FFNProblem,
+        choose_dtype,
+        default_shape,
+        firing_neurons,
+    )
 
-    keep_freed_memory()  # as in training
-
+    _keep_freed_memory(device)
+    dtype = choose_dtype(device, dtype)
+    shape = default_shape(device, tokens, width, hidden_width)
+    firing = firing_neurons(device, shape.neurons, densities, nonzeros)
+    random_problem = FFNProblem(shape, seed, dtype, device, skew)
     rows: list[dict[str, Any]] = []
-    for density in densities:
-        shape = FFNShape(tokens, width, hidden_width, density * hidden_width)
+    for count in firing:
+        problem = random_problem.with_nonzeros(count)
         for backward in (False, True):
-            rows += benchmark_ffn(shape, rounds, seed, backward)
+            rows += benchmark_ffn(problem, rounds, backward)
             if not as_json:
-                click.echo(f"measured: {rows[-1]['operation']} at density {density:g}", err=True)
-    rows += benchmark_one_token(width, hidden_width, densities[0] * hidden_width, rounds, seed)
+                note(f"measured: {rows[-1]['operation']}, {count:g} nonzeros/token")
+    if device == "cpu":
+        rows += benchmark_one_token(shape.width, shape.neurons, firing[0], rounds, seed)
+    else:
+        one_token = replace(shape, tokens=1, nonzeros=firing[0])
+        rows += benchmark_ffn(FFNProblem(one_token, seed, dtype, device, skew), rounds, False)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-    else:
-        click.echo(f"D = {width}, F = {hidden_width}, float32, cpu; milliseconds, medians")
-        print_table(
-            ("operation", "M", "nonzeros/token", "path", "NumPy", "this", "speed-up", "error"),
-            [
-                (
-                    row["operation"],
-                    row["shape"]["M"],
-                    f"{row['nonzeros_per_token']:.1f}",
-                    row["path"],
-                    f"{row['dense_ms']:.3f}",
-                    f"{row['sparse_ms']:.3f}",
-                    f"{row['speedup']:.2f}x",
-                    f"{row['max_relative_error']:.1e}",
-                )
-                for row in rows
-            ],
-        )
+        return
+    machine, baseline = describe_baseline(device)
+    sizes = f"D = {shape.width}, F = {shape.neurons}, {dtype}"
+    click.echo(f"{sizes}, {machine}; milliseconds, medians\n{baseline}")
+    print_table(
+        ("operation", "M", "nonzeros/token", "path", *_time_header(device), "error"),
+        [
+            (
+                row["operation"],
+                row["shape"]["M"],
+                f"{row['nonzeros_per_token']:.1f}",
+                row["path"],
+                *_time_cells(row),
+            )
+            for row in rows
+        ],
+    )
 
 
 @bench.command("weights")
@@ -153,70 +221,82 @@ def bench_ffn(
     show_default=True,
     help="Fraction of weights, or of blocks, that are not zero; may be given several times.",
 )
-@block_size_option
+@block_size_option(gpu_default=32)
+@dtype_option
 @rounds_option
 @device_option
 @seed_option(0)
 @json_option
 def bench_weights(
-    tokens: int,
-    width: int,
-    hidden_width: int,
+    tokens: int | None,
+    width: int | None,
+    hidden_width: int | None,
     densities: tuple[float, ...],
-    block_size: int,
+    block_size: int | None,
+    dtype: str | None,
     rounds: int,
     device: str,
     seed: int,
     as_json: bool,
 ) -> None:
-    """Time a gated ReLU FFN with sparse weights in float32, against the dense layer in NumPy.
+    """Time a gated ReLU FFN with sparse weights, against the dense layer.
 
     For each density: the forward pass and forward with backward over all tokens, and one token,
     with weights in CSR and, whole blocks at a time, in block-ELL. Then the density below which each
-    is faster than dense. About half of the neurons fire. Errors are norm-wise, against float64.
+    is faster than dense. About half of the neurons fire.
+
+    On the CPU, everything is in float32, against NumPy's BLAS. On a GPU, times are the GPU's, of
+    work recorded in a graph, against this library's dense path: products by cuBLASLt, the rest in
+    fused kernels. Errors are norm-wise, against float64, as in twell bench ffn.
 
     \b
-    Example:
+    Examples:
       twell bench weights --density 0.01 --block-size 32
+      twell bench weights --device cuda --density 0.1 --block-size 64
     """
-    from twell_numba.device.memory import keep_freed_memory
-    from twell_numba.infer.benchmark_weights import benchmark_weights, break_even_density
-    from twell_numba.infer.ffn_problem import FFNShape
+    from twell_numba.infer.benchmark import describe_baseline
+    from twell_numba.infer.benchmark_weights import (
+        OPERATIONS,
+        benchmark_weights,
+        break_even_density,
+    )
+    from twell_numba.infer.ffn_problem import FFNProblem, choose_dtype, default_shape
 
-    smallest = min(width, hidden_width)
+    _keep_freed_memory(device)
+    dtype = choose_dtype(device, dtype)
+    shape = default_shape(device, tokens, width, hidden_width)
+    block_size = block_size or (16 if device == "cpu" else 32)
+    smallest = min(shape.width, shape.neurons)
     if block_size > smallest:
         raise UsageError(
             f"--block-size {block_size} given, at most {smallest} wanted for weights of "
-            f"{hidden_width} x {width}"
+            f"{shape.neurons} x {shape.width}"
         )
-    keep_freed_memory()  # as in training
+    many = FFNProblem(shape, seed, dtype, device)
+    one = FFNProblem(replace(shape, tokens=1), seed, dtype, device)
     rows: list[dict[str, Any]] = []
     for density in densities:
-        for count, backward in ((tokens, False), (tokens, True), (1, False)):
-            shape = FFNShape(count, width, hidden_width, hidden_width / 2)
-            rows += benchmark_weights(shape, density, block_size, rounds, seed, backward)
-            if not as_json:
-                note = f"measured: {rows[-1]['operation']}, M = {count}, density {density:g}"
-                click.echo(note, err=True)
+        for problem, operations in ((many, OPERATIONS), (one, OPERATIONS[:1])):
+            for part in benchmark_weights(problem, density, block_size, rounds, operations):
+                rows += part
+                if not as_json:
+                    tokens_text = f"M = {problem.shape.tokens}"
+                    note(f"measured: {part[0]['operation']}, {tokens_text}, density {density:g}")
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    click.echo(
-        f"D = {width}, F = {hidden_width}, blocks of {block_size}, float32, cpu; milliseconds, "
-        "medians"
-    )
+    machine, baseline = describe_baseline(device)
+    sizes = f"D = {shape.width}, F = {shape.neurons}, blocks of {block_size}, {dtype}"
+    click.echo(f"{sizes}, {machine}; milliseconds, medians\n{baseline}")
     print_table(
-        ("operation", "M", "stored", "path", "NumPy", "this", "speed-up", "error"),
+        ("operation", "M", "stored", "path", *_time_header(device), "error"),
         [
             (
                 row["operation"],
                 row["shape"]["M"],
                 f"{row['density']:.2%}",
                 row["path"],
-                f"{row['dense_ms']:.3f}",
-                f"{row['sparse_ms']:.3f}",
-                f"{row['speedup']:.2f}x",
-                f"{row['max_relative_error']:.1e}",
+                *_time_cells(row),
             )
             for row in rows
         ],
@@ -232,6 +312,27 @@ def bench_weights(
     )
 
 
+def _keep_freed_memory(device: str) -> None:
+    """Keep it as in training, on the CPU; before the first large array."""
+    if device == "cpu":
+        from twell_numba.device.memory import keep_freed_memory
+
+        keep_freed_memory()
+
+
+def _time_header(device: str) -> tuple[str, str, str]:
+    return ("NumPy" if device == "cpu" else "dense", "this", "speed-up")
+
+
+def _time_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    return (
+        f"{row['dense_ms']:.3f}",
+        f"{row['sparse_ms']:.3f}",
+        f"{row['speedup']:.2f}x",
+        f"{row['max_relative_error']:.1e}",
+    )
+
+
 def _break_even_text(
     rows: list[dict[str, Any]], break_even: Callable[[list[dict[str, Any]]], float | None]
 ) -> str:
@@ -244,9 +345,9 @@ def _break_even_text(
 
 
 @bench.command("formats")
-@click.option("--rows", type=click.IntRange(1), default=4096, show_default=True, help="M.")
-@click.option("--columns", type=click.IntRange(1), default=4096, show_default=True, help="K.")
-@click.option("--right-columns", type=click.IntRange(1), default=256, show_default=True, help="N.")
+@click.option("--rows", type=MATRIX_SIZE, help="M; 4096, on a GPU 8192 if not given.")
+@click.option("--columns", type=MATRIX_SIZE, help="K; 4096, on a GPU 8192 if not given.")
+@click.option("--right-columns", type=MATRIX_SIZE, help="N; 256, on a GPU 2048 if not given.")
 @click.option(
     "--density",
     "densities",
@@ -256,63 +357,82 @@ def _break_even_text(
     show_default=True,
     help="Fraction of nonzeros, and of nonzero blocks; may be given several times.",
 )
-@block_size_option
+@block_size_option(gpu_default=32)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="float32",
+    show_default=True,
+    help="Of all matrices; the CPU computes in float32.",
+)
 @rounds_option
 @device_option
 @seed_option(0)
 @json_option
 def bench_formats(
-    rows: int,
-    columns: int,
-    right_columns: int,
+    rows: int | None,
+    columns: int | None,
+    right_columns: int | None,
     densities: tuple[float, ...],
-    block_size: int,
+    block_size: int | None,
+    dtype: str,
     rounds: int,
     device: str,
     seed: int,
     as_json: bool,
 ) -> None:
-    """Time the products of every sparse format in float32, against SciPy and dense NumPy.
+    """Time the products of every sparse format, against dense ones and another library's.
 
-    A is M x K and X has N columns; `sampled` is Y @ X.T at the entries of A, which SciPy has no
-    function for: the fastest of what its user can write is taken. For `from_dense`, NumPy's time is
-    that of a copy, so that the speed-up is the fraction of a copy's speed. Errors are norm-wise,
-    against float64.
+    A is M x K and X has N columns; `sampled` is Y @ X.T at the entries of A. For `from_dense`, the
+    dense time is that of a copy, so that the speed-up is the fraction of a copy's speed.
+
+    On the CPU, everything is in float32, against dense NumPy and SciPy, which has no function for
+    `sampled`: the fastest of what its user can write is taken. On a GPU, times are the GPU's, of
+    work recorded in a graph (conversions from dense are not), against cuBLASLt's dense product, for
+    `sampled` the whole of it; and where CuPy is installed, against its cuSPARSE products in
+    float32. Errors are norm-wise, against float64.
 
     \b
-    Example:
+    Examples:
       twell bench formats --density 0.05 --right-columns 64
+      twell bench formats --device cuda --dtype bfloat16 --block-size 64
     """
-    from twell_numba.infer.benchmark_formats import ProductShape, benchmark_formats
+    from twell_numba.infer.benchmark import describe_baseline
+    from twell_numba.infer.benchmark_formats import benchmark_formats, default_product_shape
+    from twell_numba.infer.ffn_problem import choose_dtype
 
+    dtype = choose_dtype(device, dtype)
     measured: list[dict[str, Any]] = []
     for density in densities:
-        shape = ProductShape(rows, columns, right_columns, density, block_size)
-        for part in benchmark_formats(shape, rounds, seed):
+        shape = default_product_shape(device, rows, columns, right_columns, density, block_size)
+        for part in benchmark_formats(shape, rounds, seed, device, dtype):
             measured += part
             if not as_json:
                 names = ", ".join(row["path"] for row in part)
-                note = f"measured: {part[0]['operation']} of {names} at density {density:g}"
-                click.echo(note, err=True)
+                note(f"measured: {part[0]['operation']} of {names} at density {density:g}")
     if as_json:
         click.echo(json.dumps(measured, indent=2))
         return
+    machine, _ = describe_baseline(device)
+    dense, other = ("NumPy", "SciPy") if device == "cpu" else ("dense", "cuSPARSE")
+    key = other.lower()
     click.echo(
-        f"A {rows} x {columns}, N = {right_columns}, float32, cpu; milliseconds, medians; "
-        "speed-ups over NumPy and SciPy"
+        f"A {shape.rows} x {shape.columns}, N = {shape.right_columns}, blocks of "
+        f"{shape.block_size}, {dtype}, {machine}; milliseconds, medians; speed-ups over {dense} "
+        f"and {other}"
     )
     print_table(
-        ("operation", "density", "format", "NumPy", "SciPy", "this", "/NumPy", "/SciPy", "error"),
+        ("operation", "density", "format", dense, other, "this", f"/{dense}", f"/{other}", "error"),
         [
             (
                 row["operation"],
                 f"{row['density']:.4f}",
                 row["path"],
                 f"{row['dense_ms']:.3f}",
-                f"{row['scipy_ms']:.3f}",
+                f"{row[f'{key}_ms']:.3f}" if f"{key}_ms" in row else "",
                 f"{row['sparse_ms']:.3f}",
                 f"{row['speedup']:.2f}x",
-                f"{row['speedup_over_scipy']:.2f}x",
+                f"{row[f'speedup_over_{key}']:.2f}x" if f"{key}_ms" in row else "",
                 f"{row['max_relative_error']:.1e}",
             )
             for row in measured

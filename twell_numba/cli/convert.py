@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twell_numba.cli.options import device_option, ignored_seed_option, json_option
+from twell_numba.cli.options import any_device_option, ignored_seed_option, json_option
 from twell_numba.cli.text import bytes_text, print_table
 from twell_numba.errors import UsageError
 from twell_numba.strict_json import to_json
@@ -54,7 +54,7 @@ _FORMATS = {"csr": "csr", "block-ell": "block_ell", "dense": "dense"}
 )
 @click.option("--windows", type=click.IntRange(min=1), help="How many sequences of --data to use.")
 @ignored_seed_option
-@device_option
+@any_device_option
 @json_option
 def convert(
     source: str,

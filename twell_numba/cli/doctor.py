@@ -18,13 +18,16 @@ from twell_numba.cli.text import bytes_text, print_table
 def doctor(context: click.Context, as_json: bool) -> None:
     """Show versions, CPU, BLAS, Numba and GPU, and say what does not work and why.
 
-    Exits with 1 if kernels cannot be compiled and run here, or not as the environment asks.
+    For a GPU: the driver, the packages it needs and whether their versions fit, and what works on
+    it, tried with small kernels. A machine without a GPU is no failure. Exits with 1 if kernels
+    cannot be compiled and run here, or not as the environment asks.
 
     \b
     Example:
       twell doctor
     """
     from twell_numba.device import machine
+    from twell_numba.infer.gpu_report import describe_gpus
 
     report: dict[str, Any] = {
         "twell_numba": __version__,
@@ -35,14 +38,15 @@ def doctor(context: click.Context, as_json: bool) -> None:
         "blas": machine.describe_blas(),
         "numba": machine.describe_compiler(),
         "kernels": machine.check_compilation(),
-        "gpu": machine.describe_gpu(),
+        "gpu": describe_gpus(),
         "environment": machine.settings_in_environment(),
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
         _print_report(report)
-    if not report["kernels"]["works"] or report["cpu"]["problem"]:
+    gpu_fails = report["gpu"]["kernels"]["works"] is False  # and --device auto would take it
+    if not report["kernels"]["works"] or report["cpu"]["problem"] or gpu_fails:
         context.exit(1)
 
 
@@ -68,6 +72,8 @@ def _print_report(report: dict[str, Any]) -> None:
         click.echo(f"\nThreads: {cpu['problem']}.")
     if kernels["problem"]:
         click.echo(f"\nKernels: {kernels['problem']}.")
+    for problem in report["gpu"]["problems"]:
+        click.echo(f"\nGPU: {problem}.")
 
 
 def _cache_text(kernels: dict[str, Any]) -> str:
@@ -87,18 +93,43 @@ def _blas_text(library: dict[str, Any]) -> str:
 def _gpu_rows(gpu: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         (
-            "GPU",
+            f"GPU {number}",
             f"{device['name']}, compute capability {device['compute_capability']}, "
-            f"{bytes_text(device['memory_bytes'])}, driver for CUDA {gpu['driver_cuda_version']}",
+            f"{bytes_text(device['memory_bytes'])}{'' if device['new_enough'] else ' (TOO OLD)'}",
         )
-        for device in gpu["devices"]
-    ]
-    rows = rows or [("GPU", gpu["problem"] or "the NVIDIA driver lists no GPU")]
-    missing = [name for name, version in gpu["packages"].items() if version is None]
-    installed = [f"{name} {version}" for name, version in gpu["packages"].items() if version]
-    packages = ", ".join(installed) or "none installed"
-    if missing:
-        packages += f" (missing: {', '.join(missing)})"
-    rows.append(("GPU packages", packages))
-    rows.append(("GPU support", "this version computes on the CPU only"))
+        for number, device in enumerate(gpu["devices"])
+    ] or [("GPU", "none that can be used")]
+    rows.append(("GPU driver", _driver_text(gpu)))
+    if any(package["version"] for package in gpu["packages"] if package["name"] != "numpy"):
+        rows += [(f"  {package['name']}", _package_text(package)) for package in gpu["packages"]]
+    else:
+        rows.append(("GPU packages", "not installed"))
+    if gpu["kernels"]["works"] is not None:
+        rows.append(("GPU kernels", "work" if gpu["kernels"]["works"] else "DO NOT WORK"))
+    for part in ("products", "attention"):
+        if gpu[part]["works"] is not None:
+            text = f"by {_LIBRARIES[gpu[part]['path']]}" if gpu[part]["works"] else "DO NOT WORK"
+            rows.append((f"GPU {part}", text))
+    rows.append(("--device auto", f"means {gpu['auto']} here"))
     return rows
+
+
+_LIBRARIES = {
+    "cublas": "cuBLASLt",
+    "tiled": "our own kernel (slower)",
+    "cudnn": "cuDNN",
+    "own": "our own kernels (slower)",
+}
+
+
+def _driver_text(gpu: dict[str, Any]) -> str:
+    if gpu["driver_cuda_version"] is None:
+        return "none, or it offers no GPU"
+    version = gpu["driver_version"] or "version unknown"
+    return f"{version}, for CUDA up to {gpu['driver_cuda_version']}"
+
+
+def _package_text(package: dict[str, Any]) -> str:
+    if package["version"] is None:
+        return f"not installed ({package['purpose']})"
+    return package["version"] + ("" if package["fits"] else f" ({package['wanted']} WANTED)")

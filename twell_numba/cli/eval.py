@@ -8,6 +8,8 @@ import click
 
 from twell_numba.cli.options import (
     device_option,
+    dtype_of,
+    dtype_option,
     ffn_path_option,
     ignored_seed_option,
     json_option,
@@ -36,9 +38,16 @@ if TYPE_CHECKING:
 @ffn_path_option
 @ignored_seed_option
 @device_option
+@dtype_option
 @json_option
 def evaluate(
-    run: str, data: str | None, windows: int | None, ffn_path: str, device: str, as_json: bool
+    run: str,
+    data: str | None,
+    windows: int | None,
+    ffn_path: str,
+    device: str,
+    dtype: str,
+    as_json: bool,
 ) -> None:
     """Measure the model in RUN, a run folder or a checkpoint, on held-out text.
 
@@ -52,7 +61,7 @@ def evaluate(
     from twell_numba.models.checkpoint import load_model
     from twell_numba.train.held_out import held_out_windows
 
-    model, tokenizer = load_model(run, ffn_path=ffn_path)
+    model, tokenizer = load_model(run, dtype_of(dtype, device), ffn_path, device=device)
     require_finite_weights(model)
     tokens, source = held_out_windows(run, model, tokenizer, data=data, count=windows)
     click.echo(

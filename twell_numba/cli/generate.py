@@ -5,7 +5,14 @@ import sys
 
 import click
 
-from twell_numba.cli.options import device_option, ffn_path_option, json_option, seed_option
+from twell_numba.cli.options import (
+    device_option,
+    dtype_of,
+    dtype_option,
+    ffn_path_option,
+    json_option,
+    seed_option,
+)
 from twell_numba.errors import UsageError
 
 
@@ -41,6 +48,7 @@ from twell_numba.errors import UsageError
 @ffn_path_option
 @seed_option(default=0, help="The same seed gives the same text.")
 @device_option
+@dtype_option
 @json_option
 def generate(
     run: str,
@@ -52,6 +60,7 @@ def generate(
     ffn_path: str,
     seed: int,
     device: str,
+    dtype: str,
     as_json: bool,
 ) -> None:
     """Stream text from the model in RUN, a run folder or a checkpoint.
@@ -70,7 +79,7 @@ def generate(
     from twell_numba.models.tokenizer import valid_unicode
 
     prompt = valid_unicode(prompt)
-    model, tokenizer = load_model(run, ffn_path=ffn_path)
+    model, tokenizer = load_model(run, dtype_of(dtype, device), ffn_path, device=device)
     generation = generate_text(
         model,
         tokenizer,

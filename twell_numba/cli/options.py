@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
-from twell_numba.errors import TwellError
+from twell_numba.cli.text import note
+from twell_numba.errors import TwellError, UsageError
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class DeviceType(click.ParamType):
-    """``auto``, ``cpu`` or ``cuda[:N]``; this version computes on the CPU only."""
+    """``auto``, ``cpu`` or ``cuda[:N]``, as it was given."""
 
     name = "device"
 
@@ -20,37 +21,72 @@ class DeviceType(click.ParamType):
         return "[auto|cpu|cuda[:N]]"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value in ("auto", "cpu"):
-            return "cpu"
-        if re.fullmatch(r"cuda(:\d+)?", value):
-            raise TwellError(
-                f"--device {value} given, but this version computes on the CPU only; "
-                "use --device cpu ('twell doctor' shows what this machine has)"
-            )
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", value):
+            return value
         return self.fail(f"{value!r} given; auto, cpu, cuda or cuda:N wanted", param, ctx)
 
 
 def device_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--device``, passed on as ``device="cpu"``; a GPU is refused with one line.
+    """Add ``--device``, passed on as ``device="cpu"`` or ``device="cuda:N"``.
 
-    So is, before the command runs, an environment in which nothing can be computed.
+    One line says what is missing for a GPU that is asked for, and where ``auto`` took one. An
+    environment in which nothing can be computed is refused before the command runs.
     """
+    return _device_option(_choose_device, "Where to compute; auto takes a GPU that can be used.")(
+        command
+    )
+
+
+def cpu_only_device_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`device_option`, for a command that cannot use a GPU: one asked for is refused."""
+    return _device_option(_refuse_gpu, "Where to compute; this command uses the CPU only.")(command)
+
+
+def any_device_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`device_option`, for a command whose work is the CPU's wherever models run.
+
+    Every device is accepted, and ``device="cpu"`` passed on.
+    """
+    return _device_option(
+        lambda wanted: "cpu", "Accepted as by every command; the work is done on the CPU."
+    )(command)
+
+
+def _device_option(choose: Callable[[str], str], help: str) -> Decorator:
+    def callback(context: click.Context, parameter: click.Parameter, value: str) -> str:
+        if context.resilient_parsing:
+            return value
+        from twell_numba.device.machine import require_usable_environment
+
+        require_usable_environment()
+        return choose(value)
+
     return click.option(
         "--device",
         type=DeviceType(),
         default="auto",
         show_default=True,
-        callback=_in_usable_environment,
-        help="Where to compute.",
-    )(command)
+        callback=callback,
+        help=help,
+    )
 
 
-def _in_usable_environment(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    if not context.resilient_parsing:
-        from twell_numba.device.machine import require_usable_environment
+def _choose_device(wanted: str) -> str:
+    from twell_numba.device.choice import choose_device
 
-        require_usable_environment()
-    return value
+    device, line = choose_device(wanted)
+    if line is not None:
+        note(line)
+    return device
+
+
+def _refuse_gpu(wanted: str) -> str:
+    if wanted.startswith("cuda"):
+        raise TwellError(
+            f"--device {wanted} given, but this command computes on the CPU only; "
+            "use --device cpu, or leave it out"
+        )
+    return "cpu"
 
 
 def seed_option(default: int | None, help: str = "Seed of all random choices.") -> Decorator:
@@ -96,6 +132,15 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+rounds_option = click.option(
+    "--rounds",
+    type=click.IntRange(20),
+    default=20,
+    show_default=True,
+    help="Timed calls of each path, in turn; their median counts.",
+)
+
+
 def ffn_path_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--ffn-path``: which of the FFN's equivalent implementations runs.
 
@@ -108,3 +153,30 @@ def ffn_path_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="How feedforward layers are computed; auto takes the fastest exact path.",
     )(command)
+
+
+def dtype_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--dtype``: what a model on a GPU computes in."""
+    return click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        default="float32",
+        show_default=True,
+        help="Of weights and activations on a GPU; 16 bits are faster and take half the memory.",
+    )(command)
+
+
+def dtype_of(name: str, device: str) -> Any:
+    """Return the dtype of this name, unless the device cannot compute in it.
+
+    Raises
+    ------
+    UsageError
+    """
+    if device == "cpu" and name != "float32":
+        raise UsageError(f"--dtype {name} given with the CPU, float32 wanted, or --device cuda")
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return name

@@ -39,6 +39,11 @@ from twell_numba.strict_json import to_json
 )
 @click.option("--out", metavar="RUN", help="New run folder; runs/PRESET-N if not given.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was stopped.")
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="On a GPU: the same bits in every run, at some cost in speed.",
+)
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @seed_option(default=None)
 @device_option
@@ -52,6 +57,7 @@ def train(
     target_density: str | None,
     out: str | None,
     resume: str | None,
+    deterministic: bool,
     quiet: bool,
     seed: int | None,
     device: str,
@@ -67,11 +73,14 @@ def train(
       twell train --preset tiny
       twell train --preset small --data my-texts/ --set l1_activation=5e-4
       twell train --preset tiny-weight-sparse --target-density 0.05
+      twell train --device cuda --set precision=float32
       twell train --resume runs/tiny-1
     """
     if out is not None and not out.strip():
         raise UsageError(f"--out {out!r} given, the name of a new run folder wanted")
     named = {"data": data, "steps": steps, "target_density": target_density, "seed": seed}
+    if deterministic:
+        named["deterministic"] = "true"
     given = [
         *overrides,
         *(_override(key, value) for key, value in named.items() if value is not None),
@@ -98,6 +107,7 @@ def train(
         folder,
         resume=resume is not None,
         report=Reporter() if quiet else None,
+        device=device,
     )
     if as_json:
         click.echo(to_json({"run": folder, **summary}, indent=2))

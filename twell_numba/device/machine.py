@@ -4,8 +4,6 @@ Each function describes one of them as a dictionary that can be written as JSON.
 ``None``, with the reason and the remedy under ``"problem"`` where there is one.
 """
 
-import ctypes
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from twell_numba.device.gpu_packages import installed_version
 from twell_numba.device.threads import requested_thread_count, thread_count
 from twell_numba.errors import UsageError
 
@@ -30,16 +29,6 @@ REQUIRED_PACKAGES = (
     "ml_dtypes",
     "tokenizers",
     "threadpoolctl",
-)
-GPU_PACKAGES = (
-    "numba-cuda",
-    "cuda-python",
-    "cuda-bindings",
-    "cuda-core",
-    "nvidia-nvvm",
-    "nvidia-nvjitlink",
-    "nvmath-python",
-    "nvidia-cublas",
 )
 
 # Vector instruction sets worth naming, widest first, as LLVM calls them.
@@ -73,7 +62,7 @@ def require_usable_environment() -> None:
 
 def package_versions() -> dict[str, str | None]:
     """Return the installed version of each required package; ``None`` where it is missing."""
-    return {name: _version(name) for name in REQUIRED_PACKAGES}
+    return {name: installed_version(name) for name in REQUIRED_PACKAGES}
 
 
 def settings_in_environment() -> dict[str, str]:
@@ -181,50 +170,6 @@ def check_compilation() -> dict[str, Any]:
     return result
 
 
-def describe_gpu() -> dict[str, Any]:
-    """Return what NVIDIA's driver reports, and which Python packages for it are installed.
-
-    The driver's library is asked directly, so that nothing needs to be installed for the answer.
-
-    Returns
-    -------
-    dict
-        ``devices`` (list of name, compute_capability, memory_bytes), ``driver_cuda_version``,
-        ``packages`` (name to version or None) and ``problem``.
-    """
-    result: dict[str, Any] = {
-        "devices": [],
-        "driver_cuda_version": None,
-        "packages": {name: _version(name) for name in GPU_PACKAGES},
-        "problem": None,
-    }
-    driver = _load_cuda_driver()
-    if driver is None:
-        result["problem"] = (
-            "no NVIDIA driver found; on a machine with an NVIDIA GPU, install its driver"
-        )
-        return result
-    code = driver.cuInit(0)
-    if code != 0:
-        result["problem"] = (
-            f"the NVIDIA driver found no usable GPU (cuInit returned {code}); "
-            "check nvidia-smi, CUDA_VISIBLE_DEVICES and whether this container was given the GPU"
-        )
-        return result
-    version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    result["driver_cuda_version"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    result["devices"] = _cuda_devices(driver)
-    return result
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_name() -> str:
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
@@ -271,36 +216,3 @@ def _is_writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _load_cuda_driver() -> Any:
-    names = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
-    for name in names:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return None
-
-
-def _cuda_devices(driver: Any) -> list[dict[str, Any]]:
-    count = ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    return [_cuda_device(driver, ordinal) for ordinal in range(count.value)]
-
-
-def _cuda_device(driver: Any, ordinal: int) -> dict[str, Any]:
-    compute_capability_major, compute_capability_minor = 75, 76  # CUdevice_attribute
-    device = ctypes.c_int()
-    driver.cuDeviceGet(ctypes.byref(device), ordinal)
-    name = ctypes.create_string_buffer(256)
-    driver.cuDeviceGetName(name, len(name), device)
-    major, minor, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
-    driver.cuDeviceGetAttribute(ctypes.byref(major), compute_capability_major, device)
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), compute_capability_minor, device)
-    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    return {
-        "name": name.value.decode(errors="replace"),
-        "compute_capability": f"{major.value}.{minor.value}",
-        "memory_bytes": memory.value,
-    }

@@ -1,4 +1,4 @@
-"""How the C library treats memory that NumPy frees."""
+"""How the C library treats memory that NumPy frees, and how much there was."""
 
 import ctypes
 import sys
@@ -31,3 +31,13 @@ def keep_freed_memory() -> bool:
     keeps_heap = mallopt(_TRIM_THRESHOLD, _TRIM_LIMIT) == 1
     allocates_on_heap = mallopt(_MMAP_THRESHOLD, _MMAP_LIMIT) == 1
     return keeps_heap and allocates_on_heap
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes of memory that this process has had at once; None if nobody tells."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -238,3 +238,28 @@ def warp_dot(result, first, first_start, second, second_start, width, is_aligned
         (sums[4] + sums[5]) + (sums[6] + sums[7])
     )
     return warp_sum(total)
+
+
+def _round_like(typing_context, pointer, value):
+    element, wanted = pointer.dtype, _arithmetic_type(pointer)
+
+    def generate(context, builder, signature, arguments):
+        converted = context.cast(builder, arguments[1], signature.args[1], wanted)
+        if element == bfloat16:
+            bits = builder.zext(_round_to_bfloat16(builder, converted), _i32)
+            return builder.bitcast(builder.shl(bits, ir.Constant(_i32, 16)), _f32)
+        if element == float16:
+            return builder.fpext(builder.fptrunc(converted, ir.HalfType()), _f32)
+        return converted
+
+    return wanted(pointer, value), generate
+
+
+def _round_in_python(pointer, value, definition=_round_like):
+    """What round_like does; see below."""
+    return number(pointer, pointer.dtype.type(value))
+
+
+# What ``load`` would return after ``store`` of a number, without going through memory.
+round_like = intrinsic(_round_like)
+round_like.py_func = _round_in_python

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, require_same_gpu
+from twell_numba.device.gpu import DeviceArray, Stream, require_same_gpu
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_scalars import filled
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_array, float_arrays
+from twell_numba.kernels.ffn_checks import l1_scale_input
 
 
 def forward_arrays(**arrays: Any) -> tuple[int, int, int]:
@@ -83,6 +85,37 @@ def backward_arrays(
             raise ValueError(
                 f"{name} that shares memory with x or dy given, memory of its own wanted"
             )
+
+
+def l1_scale_on_gpu(l1_scale: float | DeviceArray, stream: Stream) -> DeviceArray:
+    """Return the L1 term's scale as kernels read it: float32, shape (1,).
+
+    Parameters
+    ----------
+    l1_scale : float or DeviceArray of float32, shape (1,)
+        A float is rounded, and written by a kernel, so that the call can be recorded. An array is
+        returned as it is; it may hold another number at each replay.
+    stream : Stream
+        Of the work in which it is wanted.
+
+    Raises
+    ------
+    TypeError
+        If it is not a number, or an array of another dtype.
+    ValueError
+        If it is NaN or infinite, or an array of another shape or on another GPU.
+    """
+    if not isinstance(l1_scale, DeviceArray):
+        return filled(float(l1_scale_input(l1_scale, np.dtype(np.float32))), np.float32, stream)
+    if l1_scale.dtype != np.float32:
+        raise TypeError(f"l1_scale of dtype {l1_scale.dtype} given, float32 wanted")
+    require_shape("l1_scale", l1_scale, (1,))  # type: ignore[arg-type]
+    if l1_scale.gpu is not stream.gpu:
+        raise ValueError(
+            f"l1_scale on GPU {l1_scale.gpu.id} given beside x on GPU {stream.gpu.id}, "
+            "one GPU for all wanted"
+        )
+    return l1_scale
 
 
 def _gradient_dtype(gradient: Any, dtype: np.dtype) -> np.dtype:

@@ -1,11 +1,28 @@
 """Operands and results of products with a sparse matrix on a GPU, the same for every format."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from twell_numba.device.gpu import DeviceArray, empty, require_same_gpu
+from twell_numba.formats import SparseMatrix
 from twell_numba.kernels.device_checks import FLOAT_DTYPES
+
+Made = TypeVar("Made")
+
+
+def once_for_pattern(A: SparseMatrix, name: str, make: Callable[[], Made]) -> Made:
+    """Return what ``make`` makes of A's pattern; kept for A and all that share the pattern.
+
+    Not while a graph is being recorded: that would keep arrays which only a replay fills.
+    """
+    made: Made | None = A.derived.get(name)
+    if made is None:
+        made = make()
+        if getattr(A, A.array_names[0]).stream.capture is None:
+            A.derived[name] = made
+    return made
 
 
 class ProductResult:
@@ -66,10 +83,16 @@ def require_operands(
     """
     if not isinstance(A, wanted):
         raise TypeError(f"{formula}: A of type {type(A).__name__} given, {wanted.__name__} wanted")
+    if not A.is_on_gpu:
+        raise TypeError(
+            f"{formula}: A in the host's memory given beside arrays on a GPU, all on one GPU "
+            "wanted; use A.to('cuda')"
+        )
     for name, array in {f"A.{values}": getattr(A, values), **arrays}.items():
         if not isinstance(array, DeviceArray):
             raise TypeError(
-                f"{formula}: {name} of type {type(array).__name__} given, a DeviceArray wanted"
+                f"{formula}: {name} of type {type(array).__name__} given, a DeviceArray wanted "
+                f"beside A on {A.device}; use from_numpy() or from_external()"
             )
         if array.dtype not in FLOAT_DTYPES:
             names = ", ".join(dtype.name for dtype in FLOAT_DTYPES)

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
+from twell_numba.device.arrays import Array
 from twell_numba.kernels.attention import causal_attention, causal_attention_backward
 from twell_numba.kernels.rotary import rotary, rotary_backward
 from twell_numba.layers.linear import Linear
@@ -12,10 +11,13 @@ from twell_numba.layers.parameter import Parameter
 
 
 class KeyValueStore(Protocol):
-    """What attention needs of a cache: it takes new keys and values and returns all so far."""
+    """What attention needs of a cache: it takes new keys and values, and attends to all so far."""
 
-    def append(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Take k and v (B, S, G, head width); return those of all T positions (B, T, G, ...)."""
+    def attend(self, q: Array, k: Array, v: Array) -> Array:
+        """Take q (B, S, H, head width), and k and v (B, S, G, head width) of the same tokens.
+
+        Return what the queries find among the keys of all positions, in q's shape.
+        """
         ...
 
 
@@ -32,9 +34,9 @@ class Attention:
         Of the weights' names in a checkpoint: ``{prefix}.q_proj.weight`` and so on.
     n_heads, n_kv_heads : int
         H and G.
-    query : ndarray, shape (H * head width, D)
-    key, value : ndarray, shape (G * head width, D)
-    output : ndarray, shape (D, H * head width)
+    query : array, shape (H * head width, D)
+    key, value : array, shape (G * head width, D)
+    output : array, shape (D, H * head width)
 
     Raises
     ------
@@ -47,10 +49,10 @@ class Attention:
         prefix: str,
         n_heads: int,
         n_kv_heads: int,
-        query: np.ndarray,
-        key: np.ndarray,
-        value: np.ndarray,
-        output: np.ndarray,
+        query: Array,
+        key: Array,
+        value: Array,
+        output: Array,
     ) -> None:
         if n_heads % n_kv_heads or query.shape[0] % n_heads:
             raise ValueError(
@@ -78,20 +80,20 @@ class Attention:
 
     def __call__(
         self,
-        x: np.ndarray,
+        x: Array,
         batch: int,
-        cos: np.ndarray,
-        sin: np.ndarray,
+        cos: Array,
+        sin: Array,
         cache: KeyValueStore | None = None,
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
+    ) -> tuple[Array, Callable[[Array], Array] | None]:
         """Return Y (M, D) for X (M, D) of ``batch`` sequences, and the backward pass.
 
         Parameters
         ----------
-        x : ndarray, shape (M, D)
+        x : array, shape (M, D)
             M = batch * S; the tokens of a sequence follow each other.
         batch : int
-        cos, sin : ndarray, shape (S, head width / 2)
+        cos, sin : array, shape (S, head width / 2)
             Of the positions of these tokens, from ``rotary_tables``.
         cache : object with ``append``, optional
             Earlier keys and values, to be attended to as well. The new ones are appended. There is
@@ -111,21 +113,18 @@ class Attention:
         k = rotary(flat_k.reshape(key_shape), cos, sin)
         v = flat_v.reshape(key_shape)
         if cache is not None:
-            k_all, v_all = cache.append(k, v)
-            mixed, _ = causal_attention(q, k_all, v_all)
-            y, _ = self.output(mixed.reshape(flat_q.shape))
+            y, _ = self.output(cache.attend(q, k, v).reshape(flat_q.shape))
             return y, None
 
         mixed, log_sum_exp = causal_attention(q, k, v)
         y, backprop_output = self.output(mixed.reshape(flat_q.shape))
 
-        def backprop(dy: np.ndarray) -> np.ndarray:
+        def backprop(dy: Array) -> Array:
             dmixed = backprop_output(dy).reshape(query_shape)
             dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sum_exp)
             dx = backprop_query(rotary_backward(dq, cos, sin).reshape(flat_q.shape))
-            dx += backprop_key(rotary_backward(dk, cos, sin).reshape(flat_k.shape))
-            dx += backprop_value(dv.reshape(flat_v.shape))
-            return dx
+            backprop_key(rotary_backward(dk, cos, sin).reshape(flat_k.shape), dx)
+            return backprop_value(dv.reshape(flat_v.shape), dx)
 
         return y, backprop
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
+from twell_numba.device.arrays import Array
 from twell_numba.kernels.embedding import embedding, embedding_backward
 from twell_numba.layers.parameter import Parameter
 
@@ -15,13 +14,13 @@ class Embedding:
     ----------
     name : str
         Name of the table in a checkpoint.
-    table : ndarray, shape (V, D)
+    table : array, shape (V, D)
     """
 
-    def __init__(self, name: str, table: np.ndarray) -> None:
+    def __init__(self, name: str, table: Array) -> None:
         self.table = Parameter(name, table)
 
-    def __call__(self, tokens: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], None]]:
+    def __call__(self, tokens: Array) -> tuple[Array, Callable[[Array], None]]:
         """Return X (M, D) for tokens (M,), and the backward pass, which returns nothing.
 
         Raises
@@ -29,9 +28,9 @@ class Embedding:
         ValueError
             If a token is not in [0, V).
         """
-        x = embedding(tokens, self.table.value)
+        x = embedding(tokens, self.table.operand)
 
-        def backprop(dx: np.ndarray) -> None:
+        def backprop(dx: Array) -> None:
             embedding_backward(dx, tokens, self.table.grad_buffer())
 
         return x, backprop

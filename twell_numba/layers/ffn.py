@@ -7,19 +7,19 @@ sparse format, ``csr`` or ``block_ell``: that is then their path, and nothing of
 dense weights is made on it.
 """
 
+import importlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from twell_numba.device.arrays import Array, is_on_gpu, to_host
 from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
 from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.kernels import block_ell, csr, dense_ffn, twell
-from twell_numba.kernels.dense_ffn import DenseActivations
-from twell_numba.kernels.twell import PackedActivations
 from twell_numba.layers.parameter import Operand, Parameter, make_parameter
 
 PATHS = ("auto", "dense", "twell", "csr", "block_ell")
@@ -43,6 +43,11 @@ _FAMILIES: dict[str, ModuleType] = {
 # 128 to 768: at 0.09 TwELL was 1.2 to 2.8 times as fast as dense, forward and with backward; both
 # were even at 0.12 to 0.16 beside a BLAS with AVX-512, at 0.2 to 0.25 beside one with AVX2.
 AUTO_DENSITY = 0.1
+# The same on a GPU, where dense products are faster still beside what a sparse row takes; and only
+# for so many multiplications in a dense product (M D F): below, the work is over before all of the
+# GPU is busy, and the dense path is fewer kernels.
+GPU_AUTO_DENSITY = 0.01
+GPU_AUTO_SIZE = 1e10
 
 # Below these fractions of weights stored, a layer held in CSR or block-ELL is faster than the dense
 # one. Measured (`twell bench weights`) on 2 cores at D = 512, F = 2048: for one token they are even
@@ -88,6 +93,37 @@ class ActivationStatistics:
         return self.nonzeros / entries if entries else float("nan")
 
 
+class RecordedStatistics(NamedTuple):
+    """The same on a GPU, not yet waited for.
+
+    Attributes
+    ----------
+    tokens, neurons : int
+    totals : DeviceArray of float64, shape (2,)
+        Entries of h that are not 0, and the sum of |h|.
+    fired : DeviceArray of bool, shape (F,)
+    path : str
+    """
+
+    tokens: int
+    neurons: int
+    totals: Array
+    fired: Array
+    path: str
+
+    def on_host(self) -> ActivationStatistics:
+        """Wait for the GPU and return the numbers."""
+        nonzeros, absolute_sum = self.totals.to_numpy()
+        return ActivationStatistics(
+            self.tokens,
+            self.neurons,
+            int(nonzeros),
+            float(absolute_sum),
+            self.fired.to_numpy(),
+            self.path,
+        )
+
+
 class AutoState(NamedTuple):
     """What ``auto`` chooses the next call's path by.
 
@@ -105,8 +141,8 @@ class AutoState(NamedTuple):
 
 class _LastCall(NamedTuple):
     path: str
-    # The sparse paths have a class of their own, with a shape too.
-    activations: PackedActivations | DenseActivations
+    # Each family, on each device, has a class of its own, with a shape.
+    activations: Any
 
 
 class FeedForward:
@@ -141,6 +177,7 @@ class FeedForward:
         self.path = path
         self._last: _LastCall | None = None
         self._statistics: ActivationStatistics | None = None
+        self._recorded: RecordedStatistics | None = None
         self.auto_state = AutoState()
 
     @property
@@ -230,6 +267,27 @@ class FeedForward:
         operands = [parameter.operand for parameter in self.parameters()]
         self.hold_weights(fastest_format(operands, block_size), block_size)
 
+    def count_activations(self) -> None:
+        """Take the statistics of the last call, of which the activations are then no longer kept.
+
+        On a GPU nothing waits for it: see :attr:`recorded_statistics`.
+        """
+        if self._last is None:
+            return
+        path, activations = self._last
+        self._last = None
+        tokens, neurons = activations.shape
+        if is_on_gpu(activations):
+            family = importlib.import_module(f"{_FAMILIES[path].__name__}.cuda")
+            totals, fired = family.activation_statistics_on_gpu(activations)
+            self._recorded = RecordedStatistics(tokens, neurons, totals, fired, path)
+            self._statistics = None
+        else:
+            nonzeros, absolute_sum, fired = _FAMILIES[path].activation_statistics(activations)
+            self._statistics = ActivationStatistics(
+                tokens, neurons, nonzeros, absolute_sum, fired, path
+            )
+
     @property
     def statistics(self) -> ActivationStatistics:
         """Statistics of the last call, computed when first asked for.
@@ -239,36 +297,40 @@ class FeedForward:
         RuntimeError
             If the layer has not been called yet.
         """
-        if self._last is not None:
-            path, activations = self._last
-            tokens, neurons = activations.shape
-            nonzeros, absolute_sum, fired = _FAMILIES[path].activation_statistics(activations)
-            self._statistics = ActivationStatistics(
-                tokens, neurons, nonzeros, absolute_sum, fired, path
-            )
-            self._last = None
+        self.count_activations()
+        if self._statistics is None and self._recorded is not None:
+            self._statistics = self._recorded.on_host()
         if self._statistics is None:
             raise RuntimeError("the FFN's statistics were asked for before its first call")
         return self._statistics
 
+    @property
+    def recorded_statistics(self) -> "RecordedStatistics":
+        """Statistics of the last call on a GPU, where they are."""
+        self.count_activations()
+        assert self._recorded is not None, "asked for after a call on a GPU"
+        return self._recorded
+
     def __call__(
-        self, x: np.ndarray, l1_scale: float = 0.0
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        self, x: Array, l1_scale: float | Array = 0.0
+    ) -> tuple[Array, Callable[[Array], Array]]:
         """Return Y (M, D) for X (M, D), and the backward pass.
 
-        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|.
+        The backward pass also adds the gradient of ``l1_scale`` times the sum of |h|. On a GPU the
+        scale may be an array of one float32: it is then read when the work is done, which may be
+        recorded.
         """
-        path = self._choose_path()
+        path = self.next_path(len(x) if is_on_gpu(x) else None)
         parameters = self.parameters()
         forward = getattr(_FAMILIES[path], f"{self.operation}_forward")
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
         weights = [parameter.operand for parameter in parameters]
         y, activations = forward(x, *weights)
         self._last = _LastCall(path, activations)
-        if self.path == "auto" and path in PATHS_OF_FORMAT["dense"]:
+        if self.path == "auto" and path in PATHS_OF_FORMAT["dense"] and not _is_recorded(x):
             self._measure(len(x))
 
-        def backprop(dy: np.ndarray) -> np.ndarray:
+        def backprop(dy: Array) -> Array:
             gradients = [parameter.grad_buffer() for parameter in parameters]
             return backward(dy, x, *weights, activations, l1_scale, *gradients)
 
@@ -278,13 +340,23 @@ class FeedForward:
         """Return the parameters trained here, in the order the kernels take them."""
         return [getattr(self, name) for name in self.weight_names]
 
-    def _choose_path(self) -> str:
+    def next_path(self, tokens_on_gpu: int | None = None) -> str:
+        """Return the path that the next call takes.
+
+        Parameters
+        ----------
+        tokens_on_gpu : int, optional
+            M of a call on a GPU; none for one on the CPU.
+        """
         if self.path != "auto":
             return self.path
         if (held := self.weight_format) != "dense":
             return held
-        density = self.auto_state.density
-        return "twell" if density is not None and density < AUTO_DENSITY else "dense"
+        density, limit = self.auto_state.density, AUTO_DENSITY
+        if tokens_on_gpu is not None:
+            is_large = tokens_on_gpu * self.parameters()[0].size >= GPU_AUTO_SIZE
+            limit = GPU_AUTO_DENSITY if is_large else 0.0
+        return "twell" if density is not None and density < limit else "dense"
 
     def _measure(self, tokens: int) -> None:
         density, unmeasured_tokens = self.auto_state
@@ -301,7 +373,7 @@ class GatedFFN(FeedForward):
     ----------
     prefix : str
         Of the weights' names in a checkpoint: ``{prefix}.gate_proj.weight`` and so on.
-    gate, up, down : ndarray, CSRMatrix or BlockELLMatrix, shape (F, D)
+    gate, up, down : array, CSRMatrix or BlockELLMatrix, shape (F, D)
         Neuron-major: row j belongs to neuron j. All of one format, held without a copy.
     path : {"auto", "dense", "twell", "csr", "block_ell"}
     """
@@ -325,7 +397,7 @@ class TwoMatrixFFN(FeedForward):
     ----------
     prefix : str
         Of the weights' names in a checkpoint: ``{prefix}.up_proj.weight`` and so on.
-    up, down : ndarray, CSRMatrix or BlockELLMatrix, shape (F, D)
+    up, down : array, CSRMatrix or BlockELLMatrix, shape (F, D)
         Neuron-major: row j belongs to neuron j. Both of one format, held without a copy.
     path : {"auto", "dense", "twell", "csr", "block_ell"}
     """
@@ -385,7 +457,7 @@ def stored_in_blocks(weights: Operand, block_size: int) -> int:
 def _count_nonzero(weights: Operand) -> int:
     if isinstance(weights, SparseMatrix):
         return weights.count_nonzero()
-    return int(np.count_nonzero(weights))
+    return int(np.count_nonzero(to_host(weights)))
 
 
 def _format_of(weights: Operand) -> str:
@@ -438,6 +510,11 @@ def _require_alike(parameters: list[Parameter]) -> None:
                 f"{parameter.name} held as {_kind(parameter.operand)} given beside {first.name} "
                 f"held as {_kind(first.operand)}; all FFN weights of a layer are held alike"
             )
+
+
+def _is_recorded(x: Array) -> bool:
+    """Whether work with x is recorded, so that nothing of it can be measured yet."""
+    return is_on_gpu(x) and x.stream.capture is not None
 
 
 def _kind(weights: Operand) -> str:

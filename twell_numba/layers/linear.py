@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
-from twell_numba.device import add_matmul, matmul
+from twell_numba.device.arrays import Array
+from twell_numba.kernels.dense_product import linear, linear_backward
 from twell_numba.layers.parameter import Parameter
+
+Backprop = Callable[..., Array]
 
 
 class Linear:
@@ -15,10 +16,10 @@ class Linear:
     ----------
     name : str
         Name of the weight in a checkpoint.
-    weight : ndarray, shape (out, in)
+    weight : array, shape (out, in)
     """
 
-    def __init__(self, name: str, weight: np.ndarray) -> None:
+    def __init__(self, name: str, weight: Array) -> None:
         self.weight = Parameter(name, weight)
 
     @classmethod
@@ -28,14 +29,16 @@ class Linear:
         layer.weight = parameter
         return layer
 
-    def __call__(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Return Y (M, out) for X (M, in), and the backward pass."""
-        weight = self.weight.value
-        y = matmul(x, weight.T)  # [M, in] @ [in, out]
+    def __call__(self, x: Array) -> tuple[Array, Backprop]:
+        """Return Y (M, out) for X (M, in), and the backward pass.
 
-        def backprop(dy: np.ndarray) -> np.ndarray:
-            add_matmul(dy.T, x, self.weight.grad_buffer())  # [out, M] @ [M, in]
-            return matmul(dy, weight)  # [M, out] @ [out, in]
+        ``backprop(dy, dx=None)`` returns dX (M, in); if it is given one already, it adds to it.
+        """
+        weight = self.weight.operand
+        y = linear(x, weight)
+
+        def backprop(dy: Array, dx: Array | None = None) -> Array:
+            return linear_backward(dy, x, weight, self.weight.grad_buffer(), dx)
 
         return y, backprop
 

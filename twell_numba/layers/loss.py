@@ -1,40 +1,38 @@
-"""The training loss: mean cross entropy of the next token."""
-
-from collections.abc import Callable
+"""The training loss: cross entropy of the next token."""
 
 import numpy as np
 
-from twell_numba.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from twell_numba.device.arrays import Array, is_on_gpu
+from twell_numba.kernels.cross_entropy import cross_entropy_in_place
 
 
 def cross_entropy_loss(
-    logits: np.ndarray, targets: np.ndarray, token_count: int | None = None
-) -> tuple[float, Callable[[], np.ndarray]]:
-    """Return the mean cross entropy over the counted tokens, and its backward pass.
+    logits: Array, targets: Array, token_count: int | None = None
+) -> tuple[Array, Array]:
+    """Return the cross entropy of each token, and the gradient of their mean.
 
     Parameters
     ----------
-    logits : ndarray, shape (M, V)
-    targets : ndarray of integers, shape (M,)
+    logits : array, shape (M, V)
+        Overwritten with the gradient: a second array of this size is not made.
+    targets : array of integers, shape (M,)
         The right token of each row, or -1 for a row that does not count.
     token_count : int, optional
         Divide the sum by this instead of by the number of counted tokens. With micro-batches, give
         all of them the counted tokens of the whole batch: their losses and gradients then add up
-        to those of the whole batch, however unevenly the tokens are shared out.
+        to those of the whole batch, however unevenly the tokens are shared out. Wanted for targets
+        on a GPU, which nobody counts.
 
     Returns
     -------
-    loss : float
-        Summed in float64. 0 if no token counts.
-    backprop : callable
-        Takes nothing and returns dlogits (M, V).
+    losses : array, shape (M,)
+        Of which the loss is the sum divided by the count. 0 for rows that do not count.
+    dlogits : array, shape (M, V)
+        ``logits`` itself.
     """
-    losses, log_sum_exp = cross_entropy(logits, targets)
     if token_count is None:
+        if is_on_gpu(targets):
+            raise ValueError("targets on a GPU given without token_count, both wanted")
         token_count = int(np.count_nonzero(np.asarray(targets) >= 0))
-    scale = 1.0 / max(token_count, 1)
-
-    def backprop() -> np.ndarray:
-        return cross_entropy_backward(logits, targets, log_sum_exp, scale)
-
-    return float(losses.sum(dtype=np.float64)) * scale, backprop
+    losses = cross_entropy_in_place(logits, targets, 1.0 / max(token_count, 1))
+    return losses, logits

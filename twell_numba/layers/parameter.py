@@ -1,12 +1,19 @@
-"""A trained array and its gradient."""
+"""A trained array and its gradient, on the CPU or on a GPU.
+
+On a GPU kernels may compute with a copy in 16 bits, while training changes the numbers in float32
+and adds gradients in float32: mixed precision.
+"""
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from twell_numba.device.arrays import Array, is_on_gpu, to_host, zeros_like
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
 
-Operand = np.ndarray | CSRMatrix | BlockELLMatrix
+Operand = Array | CSRMatrix | BlockELLMatrix
 """What a kernel takes for a weight: an array, or a sparse matrix."""
 
 
@@ -24,36 +31,70 @@ class Parameter:
 
     Attributes
     ----------
-    grad : ndarray or None
+    grad : array or None
         Sum of the gradients added since :meth:`zero_grad`; None before the first one. It has the
-        shape and dtype of ``value``.
+        shape of ``value``, and its dtype, or float32 where that is a float of 16 bits.
     """
 
-    def __init__(self, name: str, value: np.ndarray, decay: bool = True) -> None:
+    def __init__(self, name: str, value: Array, decay: bool = True) -> None:
         self.name = name
         self.value = value
         self.decay = decay
-        self.grad: np.ndarray | None = None
+        self.grad: Array | None = None
 
     @property
-    def value(self) -> np.ndarray:
+    def value(self) -> Array:
         """The array itself; it may be replaced by another one."""
         return self._value
 
     @value.setter
-    def value(self, value: np.ndarray) -> None:
+    def value(self, value: Array) -> None:
         self._value = value
-        read_only = value.view()
-        read_only.flags.writeable = False
-        self._operand: Operand = read_only
+        self._operand: Operand = _as_operand(value)
 
     @property
     def operand(self) -> Operand:
-        """What kernels take: a read-only view of ``value``, or the matrix that holds it.
+        """What kernels take: ``value``, a copy in fewer bits, or the matrix that holds it.
 
-        They take it as it is, without a copy: for one token, checks count.
+        They take it as it is, without a copy: for one token, checks count. On the CPU it is a
+        read-only view.
         """
         return self._operand
+
+    def move_to_gpu(self, stream: Any, dtype: DTypeLike) -> None:
+        """Hold the values on a GPU from now on, in a dtype that need not be NumPy's own.
+
+        Parameters
+        ----------
+        stream : twell_numba.device.gpu.Stream
+        dtype : dtype of floats
+        """
+        self.value = _uploaded(self.value, stream, dtype)
+        self.grad = None
+
+    def move_to_host(self) -> None:
+        """Hold the values in the host's memory from now on, without a gradient."""
+        self.value = to_host(self.value)
+        self.grad = None
+
+    def train_on_gpu(self, value: Array, operand: Array | None, grad: Array) -> None:
+        """Hold other arrays on a GPU that hold the same numbers: parts of larger ones, say.
+
+        Parameters
+        ----------
+        value, grad : DeviceArray of float32
+            In the shape of the present ``value``.
+        operand : DeviceArray or None
+            What kernels compute with, kept up to date by the optimizer; None: ``value`` itself.
+        """
+        self.value = value
+        self.grad = grad
+        if operand is not None:
+            self._operand = operand
+
+    def on_host(self) -> Operand:
+        """Return the weights in the host's memory: as they are, or a copy of those on a GPU."""
+        return to_host(self.value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,33 +113,22 @@ class Parameter:
 
     def count_nonzero(self) -> int:
         """Return the number of elements that are not zero; NaN is not zero."""
-        return int(np.count_nonzero(self.value))
+        return int(np.count_nonzero(to_host(self.value)))
 
-    def grad_buffer(self) -> np.ndarray:
+    def grad_buffer(self) -> Array:
         """Return ``grad`` for adding into, made of zeros on first use."""
         if self.grad is None:
-            self.grad = np.zeros(self.value.shape, self.value.dtype)
+            dtype = np.float32 if self.value.dtype.itemsize == 2 else None
+            self.grad = zeros_like(self.value, dtype)
         return self.grad
-
-    def add_grad(self, gradient: np.ndarray) -> None:
-        """Add ``gradient`` into ``grad``.
-
-        Raises
-        ------
-        ValueError
-            If the shape is not that of the value: broadcasting would hide a mistake.
-        """
-        if gradient.shape != self.value.shape:
-            raise ValueError(
-                f"gradient of shape {gradient.shape} given for {self.name}, "
-                f"shape {self.value.shape} wanted"
-            )
-        buffer = self.grad_buffer()
-        buffer += gradient
 
     def zero_grad(self) -> None:
         """Set the gradient to zero, keeping its memory."""
-        if self.grad is not None:
+        if self.grad is None:
+            return
+        if is_on_gpu(self.grad):
+            self.grad.fill_with_zeros()
+        else:
             self.grad.fill(0)
 
     def __repr__(self) -> str:
@@ -133,19 +163,36 @@ class SparseParameter(Parameter):
         return self._matrix
 
     @property
-    def value(self) -> np.ndarray:
+    def value(self) -> Array:
         """The values of the stored entries; if replaced, by an array of the same shape."""
         return self._matrix.stored_values
 
     @value.setter
-    def value(self, value: np.ndarray) -> None:
+    def value(self, value: Array) -> None:
         if value is not self._matrix.stored_values:
             self._matrix = self._matrix.with_values(value)
+        self._operand = self._matrix
 
-    @property
-    def operand(self) -> Operand:
-        """The matrix."""
-        return self._matrix
+    def move_to_gpu(self, stream: Any, dtype: DTypeLike) -> None:
+        """As for any parameter; the pattern goes there too."""
+        self._matrix = self._matrix.to(stream)
+        super().move_to_gpu(stream, dtype)
+
+    def move_to_host(self) -> None:
+        """As for any parameter; the pattern goes there too."""
+        self._matrix = self._matrix.to("cpu")
+        super().move_to_host()
+
+    def train_on_gpu(self, value: Array, operand: Array | None, grad: Array) -> None:
+        """As for any parameter; the arrays hold a number for each stored entry."""
+        self._matrix = self._matrix.to(value.stream)
+        super().train_on_gpu(value, None, grad)
+        if operand is not None:
+            self._operand = self._matrix.with_values(operand)
+
+    def on_host(self) -> Operand:
+        """Return the matrix in the host's memory."""
+        return self._matrix.to("cpu")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,6 +206,9 @@ class SparseParameter(Parameter):
 
     def count_nonzero(self) -> int:
         """Return the number of elements that are not zero; NaN is not zero."""
+        # Padding holds zeros.
+        if is_on_gpu(self._matrix):
+            return int(np.count_nonzero(to_host(self.value)))
         return self._matrix.count_nonzero()
 
 
@@ -170,11 +220,27 @@ def make_parameter(name: str, weights: Operand) -> Parameter:
     TypeError
         If it is neither an array, nor a CSRMatrix or BlockELLMatrix.
     """
-    if isinstance(weights, np.ndarray):
-        return Parameter(name, weights)
     if isinstance(weights, CSRMatrix | BlockELLMatrix):
         return SparseParameter(name, weights)
+    if isinstance(weights, np.ndarray) or is_on_gpu(weights):
+        return Parameter(name, weights)
     raise TypeError(
         f"{name} of type {type(weights).__name__} given, a NumPy array, CSRMatrix or "
         f"BlockELLMatrix wanted"
     )
+
+
+def _as_operand(value: Array) -> Operand:
+    if is_on_gpu(value):
+        return value
+    read_only = value.view()
+    read_only.flags.writeable = False
+    return read_only
+
+
+def _uploaded(value: Array, stream: Any, dtype: DTypeLike) -> Array:
+    from twell_numba.device.gpu import from_numpy
+    from twell_numba.device.gpu.cast import cast
+
+    array = value if is_on_gpu(value) else from_numpy(value, stream)
+    return array if array.dtype == dtype else cast(array, dtype)

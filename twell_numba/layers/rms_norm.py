@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import DTypeLike
 
-from twell_numba.kernels.rms_norm import rms_norm, rms_norm_backward
+from twell_numba.device.arrays import Array
+from twell_numba.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from twell_numba.layers.parameter import Parameter
 
 
@@ -30,17 +31,38 @@ class RMSNorm:
         self.weight = Parameter(name, np.ones(width, dtype), decay=False)
         self.eps = eps
 
-    def __call__(self, x: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Return Y (M, D) for X (M, D), and the backward pass."""
-        weight = self.weight.value
-        y, inverse_rms = rms_norm(x, weight, self.eps)
+    def __call__(
+        self, x: Array, addend: Array | None = None
+    ) -> tuple[Array, Array, Callable[..., Array]]:
+        """Normalize a residual stream, after adding to it what the layer before has computed.
 
-        def backprop(dy: np.ndarray) -> np.ndarray:
-            dx, dweight = rms_norm_backward(dy, x, weight, inverse_rms)
-            self.weight.add_grad(dweight)
-            return dx
+        Parameters
+        ----------
+        x : array, shape (M, D)
+        addend : array, shape (M, D), optional
 
-        return y, backprop
+        Returns
+        -------
+        total : array, shape (M, D)
+            x + addend, or x itself.
+        y : array, shape (M, D)
+            ``total``, normalized.
+        backprop : callable
+            ``backprop(dy, residual=None)`` returns the gradient of ``total`` (and so of x and of
+            the addend), to which it adds ``residual``: what comes back along the stream itself.
+        """
+        weight = self.weight.operand
+        if addend is None:
+            total = x
+            y, inverse_rms = rms_norm(x, weight, self.eps)
+        else:
+            total, y, inverse_rms = add_rms_norm(x, addend, weight, self.eps)
+
+        def backprop(dy: Array, residual: Array | None = None) -> Array:
+            grad = self.weight.grad_buffer()
+            return rms_norm_backward(dy, total, weight, inverse_rms, grad, residual)
+
+        return total, y, backprop
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
+from twell_numba.device.arrays import Array
 from twell_numba.layers.attention import Attention
 from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN
 from twell_numba.layers.parameter import Operand, Parameter
@@ -20,9 +19,9 @@ class Block:
     prefix : str
         Of the parameters' names, ``model.layers.N``.
     config : ModelConfig
-    values : mapping of str to ndarray
+    values : mapping of str to array
         The values of all parameters but the feedforward layer's by name; held without a copy.
-    ffn_weights : mapping of str to ndarray, CSRMatrix or BlockELLMatrix
+    ffn_weights : mapping of str to array, CSRMatrix or BlockELLMatrix
         The feedforward layer's weights by name; likewise.
     ffn_path : str
         Execution path of the feedforward layer.
@@ -32,7 +31,7 @@ class Block:
         self,
         prefix: str,
         config: ModelConfig,
-        values: Mapping[str, np.ndarray],
+        values: Mapping[str, Array],
         ffn_weights: Mapping[str, Operand],
         ffn_path: str,
     ) -> None:
@@ -59,29 +58,56 @@ class Block:
             self.ffn = TwoMatrixFFN(f"{prefix}.mlp", up, down, ffn_path)
 
     def __call__(
-        self, x: np.ndarray, batch: int, cos: np.ndarray, sin: np.ndarray, l1_scale: float = 0.0
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-        """Return Y (M, D) for X (M, D) of ``batch`` sequences, and the backward pass."""
-        normed, backprop_input_norm = self.input_norm(x)
+        self,
+        x: Array,
+        addend: Array | None,
+        batch: int,
+        cos: Array,
+        sin: Array,
+        l1_scale: float | Array = 0.0,
+    ) -> tuple[Array, Array, Callable[[Array], Array]]:
+        """Compute a block for M tokens of ``batch`` sequences.
+
+        The residual stream comes and goes in two parts, of which the sum is meant: so that the next
+        norm can add them in the pass in which it reads them.
+
+        Parameters
+        ----------
+        x : array, shape (M, D)
+        addend : array, shape (M, D), or None
+        batch : int
+        cos, sin : array
+            See :class:`twell_numba.layers.attention.Attention`.
+        l1_scale : float or DeviceArray
+            See :class:`twell_numba.layers.ffn.FeedForward`.
+
+        Returns
+        -------
+        middle, fed : array, shape (M, D)
+            The stream after attention, and what the feedforward layer adds to it.
+        backprop : callable
+            Takes the gradient of ``middle + fed``, and returns that of ``x + addend``.
+        """
+        x, normed, backprop_input_norm = self.input_norm(x, addend)
         attended, backprop_attention = self.attention(normed, batch, cos, sin)
-        middle = x + attended
-        normed, backprop_post_attention_norm = self.post_attention_norm(middle)
+        middle, normed, backprop_post_attention_norm = self.post_attention_norm(x, attended)
         fed, backprop_ffn = self.ffn(normed, l1_scale)
-        y = middle + fed
 
-        def backprop(dy: np.ndarray) -> np.ndarray:
-            dmiddle = dy + backprop_post_attention_norm(backprop_ffn(dy))
+        def backprop(dy: Array) -> Array:
+            dmiddle = backprop_post_attention_norm(backprop_ffn(dy), dy)
             assert backprop_attention is not None, "attention gives one when it has no cache"
-            return dmiddle + backprop_input_norm(backprop_attention(dmiddle))
+            return backprop_input_norm(backprop_attention(dmiddle), dmiddle)
 
-        return y, backprop
+        return middle, fed, backprop
 
     def step(
-        self, x: np.ndarray, batch: int, cos: np.ndarray, sin: np.ndarray, cache: LayerCache
-    ) -> np.ndarray:
-        """Return Y (M, D) for new tokens that also attend to those in the cache."""
-        middle = x + self.attention(self.input_norm(x)[0], batch, cos, sin, cache)[0]
-        return middle + self.ffn(self.post_attention_norm(middle)[0])[0]
+        self, x: Array, addend: Array | None, batch: int, cos: Array, sin: Array, cache: LayerCache
+    ) -> tuple[Array, Array]:
+        """Return ``middle`` and ``fed`` for new tokens that also attend to those in the cache."""
+        x, normed, _ = self.input_norm(x, addend)
+        attended, _ = self.attention(normed, batch, cos, sin, cache)
+        middle, normed, _ = self.post_attention_norm(x, attended)
+        return middle, self.ffn(normed)[0]
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here."""
@@ -93,7 +119,7 @@ class Block:
         ]
 
 
-def make_norm(name: str, config: ModelConfig, values: Mapping[str, np.ndarray]) -> RMSNorm:
+def make_norm(name: str, config: ModelConfig, values: Mapping[str, Array]) -> RMSNorm:
     """Return an RMSNorm that holds ``values[name]``."""
     norm = RMSNorm(name, config.d_model, config.norm_eps, values[name].dtype)
     norm.weight.value = values[name]

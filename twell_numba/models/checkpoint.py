@@ -9,13 +9,14 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.formats import BlockELLMatrix, SparseMatrix
+from twell_numba.formats import BlockELLMatrix, CSRMatrix
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.layers.ffn import PATHS_OF_FORMAT
 from twell_numba.layers.parameter import Operand
@@ -76,13 +77,16 @@ def save_model(
     folder = Path(folder)
     config = replace(model.config, ffn_weight_format=model.weight_format)
     tensors: dict[str, np.ndarray] = {}
-    for name, parameter in model.parameters().items():
-        tensors |= _tensors_of(name, parameter.operand)
+    parameters = model.parameters()
+    for name, parameter in parameters.items():
+        tensors |= _tensors_of(name, parameter.on_host())
     tokenizer.save(folder)
     # transformers asks for the metadata
     write_tensors(folder / WEIGHTS_NAME, tensors, metadata={"format": "pt"})
     with write_file_atomically(folder / CONFIG_NAME) as temporary:
-        description = to_huggingface(config, model.dtype)
+        # what a model on a GPU computes in may have fewer bits than what is trained
+        stored_dtype = next(iter(parameters.values())).value.dtype
+        description = to_huggingface(config, stored_dtype)
         temporary.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
@@ -92,6 +96,7 @@ def load_model(
     ffn_path: str = "auto",
     *,
     keep_format: bool = False,
+    device: str = "cpu",
 ) -> tuple[Transformer, ByteTokenizer | BPETokenizer]:
     """Read a model and its tokenizer.
 
@@ -100,7 +105,7 @@ def load_model(
     folder : path
         A run (its newest checkpoint is read), a checkpoint, or a Hugging Face Llama model.
     dtype : dtype
-        float32 or float64; tensors stored as float16 or bfloat16 are converted.
+        float32 or float64; on a GPU also bfloat16 or float16. Tensors are converted to it.
     ffn_path : str
         Execution path of the feedforward layers. Their weights are held as it needs them, however
         they are stored; ``auto`` holds them in the format that computes fastest.
@@ -114,6 +119,7 @@ def load_model(
         If a file is missing, truncated or of another kind, or a tensor is missing, unexpected or
         of another shape or dtype: one line naming the file and the tensor.
     """
+    stream = None if device == "cpu" else _open_gpu(device)
     folder = resolve_checkpoint(folder)
     config = load_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -123,11 +129,16 @@ def load_model(
             f"{config.vocab_size}: put the model's own tokenizer.json there"
         )
     weights = _load_weights(folder / WEIGHTS_NAME, config)
-    model = Transformer(config, weights, dtype)
+    dtype = np.dtype(dtype)
+    # NumPy's models compute in no fewer bits.
+    is_short = stream is not None and dtype.itemsize == 2
+    model = Transformer(config, weights, np.float32 if is_short else dtype)
     if not keep_format:
         _hold_for_path(model, ffn_path)
     if ffn_path in PATHS_OF_FORMAT[model.weight_format]:
         model.ffn_path = ffn_path
+    if stream is not None:
+        model.move_to_gpu(stream, dtype)
     return model, tokenizer
 
 
@@ -231,9 +242,15 @@ def stored_names(config: ModelConfig) -> dict[str, list[str]]:
     }
 
 
+def _open_gpu(device: str) -> Any:
+    from twell_numba.device.gpu import choose
+
+    return choose(device).stream
+
+
 def _tensors_of(name: str, weights: Operand) -> dict[str, np.ndarray]:
     """Return a parameter's tensors as they stand in a file."""
-    if isinstance(weights, SparseMatrix):
+    if isinstance(weights, CSRMatrix | BlockELLMatrix):
         return to_tensors(name, weights)
     return {name: to_file_layout(name, weights)}
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from twell_numba.formats import SparseMatrix
+from twell_numba.device.arrays import Array
+from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
 from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
+from twell_numba.kernels.embedding import embedding
 from twell_numba.kernels.rotary import rotary_tables
 from twell_numba.layers.embedding import Embedding
 from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN, fastest_format
@@ -40,6 +44,12 @@ class Transformer:
     ----------
     config : ModelConfig
         Its ``ffn_weight_format`` is always that of the weights.
+    dtype : dtype
+        Of activations.
+    stream : twell_numba.device.gpu.Stream or None
+        Where it computes on a GPU; None on the CPU.
+    rotary_on_gpu : tuple of DeviceArray, each of shape (context, head width / 2)
+        Cosines and sines of all positions, on a GPU.
 
     Raises
     ------
@@ -89,22 +99,27 @@ class Transformer:
         else:
             self.head = Linear("lm_head.weight", values["lm_head.weight"])
         self.config = replace(config, ffn_weight_format=self.weight_format)
+        self.stream: Any = None
+        self.rotary_on_gpu: tuple[Any, ...] = ()
 
     def __call__(
-        self, tokens: np.ndarray, l1_scale: float = 0.0
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], None]]:
+        self, tokens: Array, l1_scale: float | Array = 0.0, recompute: bool = False
+    ) -> tuple[Array, Callable[[Array], None]]:
         """Return the logits of each token's successor, and the backward pass.
 
         Parameters
         ----------
-        tokens : ndarray of integers, shape (B, S)
-        l1_scale : float
+        tokens : array of integers, shape (B, S)
+        l1_scale : float or DeviceArray of float32, shape (1,)
             Weight of the sum of |h| of each feedforward layer, of which the backward pass adds the
             gradient.
+        recompute : bool
+            Keep only what comes into each block, and compute the block again in the backward pass:
+            a third more work for a fraction of the memory (Chen et al., 2016).
 
         Returns
         -------
-        logits : ndarray, shape (B * S, V)
+        logits : array, shape (B * S, V)
         backprop : callable
             Takes dlogits (B * S, V) and adds into the gradient of every parameter.
 
@@ -115,37 +130,41 @@ class Transformer:
         """
         batch, cos, sin = self._positions(tokens)
         x, backprop_embedding = self.embedding(tokens.reshape(-1))
+        fed = None
         backprop_blocks = []
         for block in self.blocks:
-            x, backprop_block = block(x, batch, cos, sin, l1_scale)
+            call = partial(block, x, fed, batch, cos, sin, l1_scale)
+            x, fed, backprop_block = call()
+            if recompute:
+                block.ffn.count_activations()
+                backprop_block = _recomputing(block, call)
             backprop_blocks.append(backprop_block)
-        x, backprop_norm = self.norm(x)
+        _, x, backprop_norm = self.norm(x, fed)
         logits, backprop_head = self.head(x)
 
-        def backprop(dlogits: np.ndarray) -> None:
+        def backprop(dlogits: Array) -> None:
             dx = backprop_norm(backprop_head(dlogits))
-            for backprop_block in reversed(backprop_blocks):
-                dx = backprop_block(dx)
+            while backprop_blocks:  # what a block keeps is let go of once it is done
+                dx = backprop_blocks.pop()(dx)
             backprop_embedding(dx)
 
         return logits, backprop
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
+    def logits(self, tokens: Array) -> Array:
         """Return the logits (B * S, V) for tokens (B, S), keeping the activations of no layer."""
         batch, cos, sin = self._positions(tokens)
-        x = self.embedding(tokens.reshape(-1))[0]
+        x, fed = self.embedding(tokens.reshape(-1))[0], None
         for block in self.blocks:
-            x = block(x, batch, cos, sin)[0]
-            # A feedforward layer keeps its activations until its statistics have been taken.
-            _ = block.ffn.statistics
-        return self.head(self.norm(x)[0])[0]
+            x, fed, _ = block(x, fed, batch, cos, sin)
+            block.ffn.count_activations()
+        return self.head(self.norm(x, fed)[1])[0]
 
-    def step(self, tokens: np.ndarray, cache: KVCache) -> np.ndarray:
+    def step(self, tokens: Array, cache: KVCache) -> Array:
         """Take the next tokens of each sequence and return the logits of the last one's successor.
 
         Parameters
         ----------
-        tokens : ndarray of integers, shape (B, S)
+        tokens : array of integers, shape (B, S)
             A whole prompt at first, then usually one token. Their positions follow those in the
             cache.
         cache : KVCache
@@ -153,7 +172,7 @@ class Transformer:
 
         Returns
         -------
-        logits : ndarray, shape (B, V)
+        logits : array, shape (B, V)
 
         Raises
         ------
@@ -163,11 +182,51 @@ class Transformer:
         batch, cos, sin = self._positions(tokens, cache.length)
         if tokens.size == 0:
             raise ValueError(f"tokens of shape {tokens.shape} given, at least one token wanted")
-        x = self.embedding(tokens.reshape(-1))[0]
+        return self.step_at(tokens, cos, sin, cache)
+
+    def step_at(self, tokens: Array, cos: Array, sin: Array, cache: KVCache) -> Array:
+        """As :meth:`step`, given the rotary tables of the tokens' positions."""
+        batch, length = tokens.shape
+        x, fed = self.embedding(tokens.reshape(-1))[0], None
         for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            x = block.step(x, batch, cos, sin, layer_cache)
-        last = x.reshape(*tokens.shape, -1)[:, -1]
-        return self.head(self.norm(last)[0])[0]
+            x, fed = block.step(x, fed, batch, cos, sin, layer_cache)
+        if length > 1:
+            last = np.arange(1, batch + 1) * length - 1
+            x, fed = embedding(last, x), embedding(last, fed)
+        return self.head(self.norm(x, fed)[1])[0]
+
+    def move_to_gpu(self, stream: Any, dtype: DTypeLike) -> None:
+        """Hold the parameters on a GPU and compute there from now on.
+
+        Parameters
+        ----------
+        stream : twell_numba.device.gpu.Stream
+            In which all work is done.
+        dtype : dtype
+            Of parameters and activations: float32, bfloat16, float16 or float64. Sums are in
+            float32 or wider.
+        """
+        for parameter in self.parameters().values():
+            parameter.move_to_gpu(stream, dtype)
+        self.compute_on_gpu(stream, dtype)
+
+    def compute_on_gpu(self, stream: Any, dtype: DTypeLike) -> None:
+        """As :meth:`move_to_gpu`, where the parameters have been moved already."""
+        from twell_numba.device.gpu import from_numpy
+
+        self.stream = stream
+        self.dtype = np.dtype(dtype)
+        sums = np.float64 if self.dtype == np.float64 else np.float32
+        config = self.config
+        tables = rotary_tables(
+            np.arange(config.context_length), config.head_width, config.rope_base, sums
+        )
+        self.rotary_on_gpu = tuple(from_numpy(table, stream) for table in tables)
+
+    @property
+    def device(self) -> str:
+        """Where it computes: ``cpu``, or ``cuda:N``."""
+        return "cpu" if self.stream is None else f"cuda:{self.stream.gpu.id}"
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by its checkpoint name; a tied embedding once."""
@@ -246,7 +305,7 @@ class Transformer:
         operands = [parameter.operand for parameter in self.ffn_parameters]
         self.hold_ffn_weights(fastest_format(operands, self.block_size), self.block_size)
 
-    def _positions(self, tokens: np.ndarray, start: int = 0) -> tuple[int, np.ndarray, np.ndarray]:
+    def _positions(self, tokens: Array, start: int = 0) -> tuple[int, Array, Array]:
         """Check the shape of tokens; return B and the rotary tables of positions start, ..."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens of shape {tokens.shape} given, (batch, sequence) wanted")
@@ -256,11 +315,25 @@ class Transformer:
                 f"a sequence of {start + length} tokens given, at most the context of "
                 f"{self.config.context_length} wanted"
             )
+        if self.stream is not None:
+            cos, sin = self.rotary_on_gpu
+            return batch, cos[start : start + length], sin[start : start + length]
         positions = np.arange(start, start + length)
         cos, sin = rotary_tables(
             positions, self.config.head_width, self.config.rope_base, self.dtype
         )
         return batch, cos, sin
+
+
+def _recomputing(block: Block, call: Callable[[], Any]) -> Callable[[Array], Array]:
+    """Return a block's backward pass that first computes the block again."""
+
+    def backprop(dy: Array) -> Array:
+        _, _, backprop_block = call()
+        block.ffn.count_activations()
+        return backprop_block(dy)
+
+    return backprop
 
 
 def _format_text(weight_format: str, block_size: int | None) -> str:
@@ -275,7 +348,7 @@ def _dense(name: str, value: Operand, dtype: np.dtype) -> np.ndarray:
 
 def _with_dtype(value: Operand, dtype: np.dtype) -> Operand:
     """Convert values to a dtype; a sparse matrix keeps its pattern, also where they become 0."""
-    if not isinstance(value, SparseMatrix):
+    if not isinstance(value, CSRMatrix | BlockELLMatrix):
         return np.ascontiguousarray(value, dtype)
     if value.dtype == dtype:
         return value

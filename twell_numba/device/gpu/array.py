@@ -50,6 +50,8 @@ class DeviceArray:
         "stream",
     )  # fmt: skip
 
+    is_on_gpu = True
+
     def __init__(
         self,
         pointer: int,
@@ -181,6 +183,10 @@ class DeviceArray:
                 graph.keep(array.owner)
 
     # ------------------------------------------------------------------ for other libraries
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Refuse what would copy to the host unseen: ``to_numpy`` does it."""
+        raise TypeError("DeviceArray given, a NumPy array wanted; use to_numpy()")
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

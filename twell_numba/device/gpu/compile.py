@@ -104,6 +104,9 @@ def _lower(function: FunctionType, argument_types: tuple[Any, ...], options: Opt
     numba_compiler.kernel_fixup(kernel, False)
     bounds = (options.threads, options.blocks_per_multiprocessor)
     nvvm.set_launch_bounds(kernel, bounds if bounds[1] else bounds[:1])
+    # A device function that is reached in two ways is there twice, and its shared memory then has
+    # one name for two arrays.
+    library._llvm_strs = list(dict.fromkeys(library.llvm_strs))
     return library
 
 

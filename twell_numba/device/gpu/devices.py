@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from twell_numba.device.gpu.driver import initialize
 from twell_numba.device.gpu.packages import core
+from twell_numba.device.nvidia import OLDEST_CAPABILITY
 from twell_numba.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 # What the tests compile every kernel for.
 TARGETS = ("75", "80", "86", "89", "90a", "100")
-OLDEST_CAPABILITY = (7, 5)
 
 _thread = threading.local()
 _gpus: dict[int, "GPU"] = {}

@@ -165,6 +165,18 @@ def arithmetic_type(typing_context, pointer):
     return types.DType(_arithmetic_type(pointer))(pointer), generate
 
 
+@intrinsic
+def nanoseconds(typing_context):
+    """Return the GPU's clock: nanoseconds since a time of its own, in steps of up to 1000."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.IntType(64), [])
+        clock = ir.InlineAsm(kind, "mov.u64 $0, %globaltimer;", "=l", side_effect=True)
+        return builder.call(clock, [])
+
+    return types.int64(), generate
+
+
 @device_function
 def global_thread():
     """Return this thread's number in the whole grid."""

@@ -113,8 +113,18 @@ class MemoryPool:
         return self._attribute(bindings().CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
 
     def peak(self) -> int:
-        """Return the most bytes that were in use at once since the pool was made."""
+        """Return the most bytes that were in use at once since the pool was made, or reset."""
         return self._attribute(bindings().CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+
+    def reset_peak(self) -> None:
+        """Let :meth:`peak` begin anew with what is in use now."""
+        driver = bindings()
+        call(
+            "cuMemPoolSetAttribute",
+            self._driver_pool(),
+            driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+            driver.cuuint64_t(0),
+        )
 
     def _take(self, size: int, stream: "Stream") -> Any:
         graph = stream.capture

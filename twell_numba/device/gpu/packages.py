@@ -9,9 +9,8 @@ import os
 from types import ModuleType
 from typing import Any
 
+from twell_numba.device.gpu_packages import EXTRA
 from twell_numba.errors import TwellError
-
-EXTRA = "pip install 'twell_numba[cuda]'"
 
 
 @functools.cache

@@ -157,6 +157,10 @@ class Graph:
             return
         if getattr(self, "_executable", None) is not None:
             bindings().cuGraphExecDestroy(self._executable)
+        recording = self.stream.capture
+        if recording is not None:  # freeing must not become one of its steps
+            recording.buffers += getattr(self, "buffers", ())
+            return
         for buffer in getattr(self, "buffers", ()):
             buffer.close(self.stream.core_stream)  # after the last replay, which ran on it
 

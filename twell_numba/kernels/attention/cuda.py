@@ -1,22 +1,34 @@
-"""Causal attention with grouped key/value heads on a GPU, in kernels of our own.
+"""Causal attention with grouped key/value heads on a GPU: by cuDNN, or in kernels of our own.
 
     s = q k^T / sqrt(w),  L_i = log sum_j exp(s_ij),  p = exp(s - L),  y = p v   for j <= T - S + i
 
-In tiles of 32 queries by 32 keys with the softmax taken as the keys go by (Dao et al., 2022): no
-S x T matrix is ever kept. Few queries (decoding) share out the keys instead, so that one query
-keeps more than one multiprocessor busy. Wider heads than 64 are computed 64 columns at a time, each
-with the scores anew. Sums are in float32, or float64 for float64, in an order that depends on the
-shape alone and without atomics: the same bits in every run, on every GPU.
+q, y [B, S, H, w],  k, v [B, T, G, w],  L [B, H, S]. cuDNN computes in tensor cores, for 16-bit
+numbers and heads that it knows (see ``device.gpu.cudnn``). Everything else is done here, slower.
+
+Our kernels go in tiles of 32 queries by 32 keys, with the softmax taken as the keys go by (Dao et
+al., 2022): no S x T matrix is ever kept. They are bound by shared memory, from which each
+multiply-add takes up to half a read. Wider heads than 64 are computed 64 columns at a time, each
+with the scores anew.
+
+Few queries (decoding) share out the keys instead, so that one query keeps more than one
+multiprocessor busy: blocks of up to 256 keys, each with a softmax of its own, and a second kernel
+that puts them together. This is bound by reading k and v: where the head width allows it, 16 bytes
+at a time, by neighbouring lanes.
+
+Sums are in float32, or float64 for float64, in an order that depends on the shape and alignment
+alone and without atomics: the same bits in every run.
 """
 
 import math
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, empty, kernel
+from twell_numba.device.gpu import DeviceArray, cudnn, empty, kernel
 from twell_numba.device.gpu.language import (
+    FULL_WARP,
     arithmetic_type,
     cuda,
+    device_function,
     global_thread,
     grid_threads,
     load,
@@ -24,6 +36,7 @@ from twell_numba.device.gpu.language import (
     store,
     types,
 )
+from twell_numba.errors import TwellError
 from twell_numba.kernels.attention.cuda_backward import (
     backward_by_keys,
     backward_by_queries,
@@ -46,20 +59,29 @@ from twell_numba.kernels.attention.cuda_tiles import (
     products,
     row_maximum,
     row_sum,
+    store_columns,
     take_columns,
 )
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_vectors import add_scaled, eight_zeros, load_aligned
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_array, float_arrays
 
 # With fewer queries than this, most of a tile would be padding.
 FEW_QUERIES = 8
 # Keys of a query that one block goes through, when there are few queries.
 KEYS_OF_A_PART = 256
+EIGHTS = 8 * THREADS
 MOST_BLOCKS = 2**31 - 1
+PATHS = ("auto", "cudnn", "tiled")
 
 
 def causal_attention(
-    q: DeviceArray, k: DeviceArray, v: DeviceArray, *, length: int | DeviceArray | None = None
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    *,
+    length: int | DeviceArray | None = None,
+    path: str = "auto",
 ) -> tuple[DeviceArray, DeviceArray]:
     """Attend from each query to the keys up to its own position.
 
@@ -75,6 +97,9 @@ def causal_attention(
         How many of the T keys are there, when k and v are a cache with room for T; the rest is not
         read. On the GPU it may change from one replay of a graph to the next: it is then taken to
         be in [S, T], which nobody checks.
+    path : str
+        ``cudnn``, ``tiled`` (our own kernels), or ``auto``: cuDNN where it can do it and there are
+        not just a few queries. It cannot where ``length`` is on the GPU.
 
     Returns
     -------
@@ -88,6 +113,8 @@ def causal_attention(
         If the dtypes differ or are not floats.
     ValueError
         If the shapes do not fit together, or the arrays are on different GPUs.
+    TwellError
+        If ``path`` is ``cudnn`` and it is missing or cannot do it.
 
     Notes
     -----
@@ -95,12 +122,20 @@ def causal_attention(
     """
     float_arrays(q=q, k=k, v=v)
     _check_shapes(q, k, v)
+    _check_path(path)
     batch, queries, heads, _ = q.shape
     keys, on_gpu = _key_count(length, q, k)
+    if path == "cudnn" and keys < 0:
+        raise ValueError("path 'cudnn' given with length on the GPU, path 'auto' wanted")
     y = empty(q.shape, q.dtype, q.stream)
     log_sum_exp = empty((batch, heads, queries), arithmetic_dtype(q.dtype), q.stream)
     if q.size == 0:
         return y, log_sum_exp
+    if path == "cudnn" or (path == "auto" and keys >= 0 and queries >= FEW_QUERIES):
+        obstacle = cudnn.forward(q, k, v, y, log_sum_exp, keys)
+        if not obstacle:
+            return y, log_sum_exp
+        _forbid(obstacle, path, q, k)
     if queries < FEW_QUERIES:
         _attend_by_query(q, k, v, on_gpu, keys, y, log_sum_exp)
     else:
@@ -119,6 +154,8 @@ def causal_attention_backward(
     v: DeviceArray,
     y: DeviceArray,
     log_sum_exp: DeviceArray,
+    *,
+    path: str = "auto",
 ) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
     """Return the gradients of :func:`causal_attention`.
 
@@ -128,7 +165,10 @@ def causal_attention_backward(
     q, k, v : DeviceArray
         The forward pass's inputs.
     y, log_sum_exp : DeviceArray
-        The forward pass's results.
+        The forward pass's results, by whatever path.
+    path : str
+        As there. cuDNN adds up in a fixed order, unless
+        :mod:`twell_numba.device.gpu.determinism` does not require it.
 
     Returns
     -------
@@ -137,11 +177,12 @@ def causal_attention_backward(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, TwellError
         As :func:`causal_attention`.
     """
     float_arrays(q=q, k=k, v=v, dy=dy, y=y)
     _check_shapes(q, k, v)
+    _check_path(path)
     batch, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
     require_shape("dy", dy, q.shape)  # type: ignore[arg-type]
@@ -154,6 +195,11 @@ def causal_attention_backward(
         dk.fill_with_zeros()
         dv.fill_with_zeros()
         return dq, dk, dv
+    if path == "cudnn" or (path == "auto" and queries >= FEW_QUERIES):
+        obstacle = cudnn.backward(dy, q, k, v, y, log_sum_exp, dq, dk, dv)
+        if not obstacle:
+            return dq, dk, dv
+        _forbid(obstacle, path, q, k)
     row_sums = empty(log_sum_exp.shape, log_sum_exp.dtype, q.stream)
     rows = batch * queries * heads
     sum_rows(sum_rows.blocks_of_warps(rows), dy, y, row_sums, queries, heads, width, rows)
@@ -228,16 +274,26 @@ def _attend_by_query(
     dtype = log_sum_exp.dtype
     partial = empty((rows, parts, width), dtype, q.stream)
     maxima, normalizers = (empty((rows, parts), dtype, q.stream) for _ in range(2))
-    items = rows * parts * -(-width // COLUMNS)
-    _attend_parts(
+    lanes = _lanes_of_a_key(q, k, v)
+    attend, items = _attend_parts, rows * parts * -(-width // COLUMNS)
+    if lanes:
+        attend, items = _attend_parts_by_eights, rows * parts
+    attend(
         min(items, MOST_BLOCKS),
         q, k, v, on_gpu, _scale(q), partial, maxima, normalizers,
-        keys, *_sizes(q, k), parts, items,
+        keys, *_sizes(q, k), parts, KEYS_OF_A_PART, lanes, items,
     )  # fmt: skip
     _combine_parts(
         _combine_parts.blocks(rows * width),
         partial, maxima, normalizers, y, log_sum_exp, queries, heads, width, parts, rows,
     )  # fmt: skip
+
+
+def _lanes_of_a_key(*arrays: DeviceArray) -> int:
+    """Return how many lanes with eight numbers each have a row; 0 if they cannot share one."""
+    lanes, rest = divmod(arrays[0].shape[3], 8)
+    can_share = rest == 0 and lanes in (1, 2, 4, 8, 16, 32)
+    return lanes if can_share and all(array.pointer % 16 == 0 for array in arrays) else 0
 
 
 def _check_shapes(q: DeviceArray, k: DeviceArray, v: DeviceArray) -> None:
@@ -252,6 +308,20 @@ def _check_shapes(q: DeviceArray, k: DeviceArray, v: DeviceArray) -> None:
         raise ValueError(
             f"{heads} query heads and {groups} key/value heads given, "
             "query heads divisible by key/value heads wanted"
+        )
+
+
+def _check_path(path: str) -> None:
+    if path not in PATHS:
+        raise ValueError(f"path {path!r} given, one of {', '.join(PATHS)} wanted")
+
+
+def _forbid(obstacle: str, path: str, q: DeviceArray, k: DeviceArray) -> None:
+    """Raise the reason why cuDNN cannot do it, if it was asked for by name."""
+    if path == "cudnn":
+        raise TwellError(
+            f"cuDNN cannot attend from q of shape {q.shape} to k of shape {k.shape} on GPU "
+            f"{q.gpu.id}: {obstacle}; use path='auto'"
         )
 
 
@@ -359,25 +429,22 @@ def _forward(
             cuda.syncthreads()
             first_key += TILE
         for i in range(SHARE):
+            for j in range(WIDE_SHARE):
+                mixed[i * WIDE_SHARE + j] /= normalizer[i]
             query = first + row + i * SIDE
-            if query < queries:
-                for j in range(WIDE_SHARE):
-                    d = start + column + j * SIDE
-                    if d < width:
-                        place = q_base + query * heads * width + d
-                        store(y, place, mixed[i * WIDE_SHARE + j] / normalizer[i])
-                if column == 0 and start == 0:
-                    place = (batch * heads + head) * queries + query
-                    store(log_sum_exp, place, maximum[i] + math.log(normalizer[i]))
+            if query < queries and column == 0 and start == 0:
+                place = (batch * heads + head) * queries + query
+                store(log_sum_exp, place, maximum[i] + math.log(normalizer[i]))
+        store_columns(mixed, y, q_base, heads * width, first, queries, start, width)
         item += cuda.gridDim.x
 
 
 @kernel(threads=THREADS)
 def _attend_parts(
     q, k, v, length, scale, partial, maxima, normalizers,
-    keys, queries, room, heads, groups, width, parts, items,
+    keys, queries, room, heads, groups, width, parts, span, lanes, items,
 ):  # fmt: skip
-    """One query and up to KEYS_OF_A_PART keys: a thread a key, then a thread a column of v."""
+    """One query and up to ``span`` keys: a thread a key, then a thread a column of v."""
     p = cuda.shared.array(THREADS, arithmetic_type(q))
     if keys < 0:
         keys = min(max(load(length, 0), queries), room)
@@ -392,8 +459,8 @@ def _attend_parts(
         query = row // heads % queries
         batch = row // heads // queries
         k_base = (batch * room * groups + head // (heads // groups)) * width
-        key = part * KEYS_OF_A_PART
-        end = min(keys - queries + query + 1, key + KEYS_OF_A_PART)
+        key = part * span
+        end = min(keys - queries + query + 1, key + span)
         maximum = number(q, -math.inf)
         normalizer = number(q, 0)
         mixed = number(q, 0)
@@ -430,6 +497,104 @@ def _attend_parts(
             store(maxima, row * parts + part, maximum)
             store(normalizers, row * parts + part, normalizer)
         item += cuda.gridDim.x
+
+
+@kernel(threads=THREADS)
+def _attend_parts_by_eights(
+    q, k, v, length, scale, partial, maxima, normalizers,
+    keys, queries, room, heads, groups, width, parts, span, lanes, items,
+):  # fmt: skip
+    """One query and up to ``span`` keys: ``lanes`` neighbours share a key, eight columns each.
+
+    ``lanes`` is a power of two, and 8 * lanes the head width. Each such group takes every so many
+    keys, with a softmax of its own, and their results are put together at the end.
+    """
+    group_maxima = cuda.shared.array(THREADS, arithmetic_type(q))
+    group_normalizers = cuda.shared.array(THREADS, arithmetic_type(q))
+    group_mixed = cuda.shared.array(EIGHTS, arithmetic_type(q))
+    if keys < 0:
+        keys = min(max(load(length, 0), queries), room)
+    thread = types.int64(cuda.threadIdx.x)
+    at_a_time = THREADS // lanes
+    own = thread // lanes
+    d = thread % lanes * 8
+    item = types.int64(cuda.blockIdx.x)
+    while item < items:
+        part = item % parts
+        row = item // parts  # of q, as (B S H, w)
+        head = row % heads
+        query = row // heads % queries
+        batch = row // heads // queries
+        k_base = (batch * room * groups + head // (heads // groups)) * width + d
+        first = part * span
+        end = min(keys - queries + query + 1, first + span)
+        asked = load_aligned(q, row * width + d)
+        maximum = number(q, -math.inf)
+        normalizer = number(q, 0)
+        mixed = eight_zeros(q)
+        while first < end:
+            place = k_base + min(first + own, end - 1) * groups * width
+            offered = load_aligned(k, place)
+            values = load_aligned(v, place)
+            score = (
+                (asked[0] * offered[0] + asked[1] * offered[1])
+                + (asked[2] * offered[2] + asked[3] * offered[3])
+                + (asked[4] * offered[4] + asked[5] * offered[5])
+                + (asked[6] * offered[6] + asked[7] * offered[7])
+            )
+            distance = lanes // 2
+            while distance > 0:
+                score += cuda.shfl_xor_sync(FULL_WARP, score, distance)
+                distance //= 2
+            if first + own < end:
+                score *= scale
+                largest = score if score > maximum else maximum
+                factor = math.exp(maximum - largest)
+                weight = math.exp(score - largest)
+                maximum = largest
+                normalizer = normalizer * factor + weight
+                mixed = add_scaled(scaled(mixed, factor), weight, values)
+            first += at_a_time
+        group_maxima[types.uint64(own)] = maximum
+        group_normalizers[types.uint64(own)] = normalizer
+        for i in range(8):
+            group_mixed[types.uint64(own * width + d + i)] = mixed[i]
+        cuda.syncthreads()
+        largest = number(q, -math.inf)
+        for group in range(at_a_time):
+            other = group_maxima[types.uint64(group)]
+            largest = other if other > largest else largest
+        column = thread
+        while column < width:
+            normalizer = number(q, 0)
+            total = number(q, 0)
+            for group in range(at_a_time):
+                if group_normalizers[types.uint64(group)] != 0:
+                    factor = math.exp(group_maxima[types.uint64(group)] - largest)
+                    normalizer += factor * group_normalizers[types.uint64(group)]
+                    total += factor * group_mixed[types.uint64(group * width + column)]
+            store(partial, (row * parts + part) * width + column, total)
+            if column == 0:
+                store(maxima, row * parts + part, largest)
+                store(normalizers, row * parts + part, normalizer)
+            column += THREADS
+        cuda.syncthreads()
+        item += cuda.gridDim.x
+
+
+@device_function
+def scaled(numbers, factor):
+    """Return eight numbers times a factor."""
+    return (
+        numbers[0] * factor,
+        numbers[1] * factor,
+        numbers[2] * factor,
+        numbers[3] * factor,
+        numbers[4] * factor,
+        numbers[5] * factor,
+        numbers[6] * factor,
+        numbers[7] * factor,
+    )
 
 
 @kernel()

@@ -32,9 +32,9 @@ from twell_numba.kernels.attention.cuda_tiles import (
     VALUES,
     WEIGHTS,
     WIDE_PART,
-    WIDE_SHARE,
     add_combinations,
     products,
+    store_columns,
     take_columns,
 )
 
@@ -65,7 +65,7 @@ def backward_by_queries(
     """Write dq: a block takes 32 queries of a head and goes over the keys they see."""
     left = cuda.shared.array(PANEL, arithmetic_type(q))
     right = cuda.shared.array(PANEL, arithmetic_type(q))
-    weights = cuda.shared.array(WEIGHTS, arithmetic_type(q))
+    d_s = cuda.shared.array(WEIGHTS, arithmetic_type(q))
     values = cuda.shared.array(VALUES, arithmetic_type(q))
     scores = cuda.local.array(PART, arithmetic_type(q))
     d_p = cuda.local.array(PART, arithmetic_type(q))
@@ -100,30 +100,23 @@ def backward_by_queries(
             )  # fmt: skip
             for i in range(SHARE):
                 query = row + i * SIDE
-                normalizer = number(q, 0)
-                row_sum = number(q, 0)
-                if first + query < queries:
-                    place = (batch * heads + head) * queries + first + query
-                    normalizer = load(log_sum_exp, place)
-                    row_sum = load(row_sums, place)
+                visible = min(end, seen + query) if first + query < queries else types.int64(0)
+                place = (batch * heads + head) * queries + min(first + query, queries - 1)
+                normalizer = load(log_sum_exp, place)
+                row_sum = load(row_sums, place)
                 for j in range(SHARE):
                     key = column + j * SIDE
-                    weight = number(q, 0)
-                    if first + query < queries and first_key + key < seen + query:
+                    d_score = number(q, 0)
+                    if first_key + key < visible:
                         p = math.exp(scores[i * SHARE + j] * scale - normalizer)
-                        weight = p * (d_p[i * SHARE + j] - row_sum) * scale
-                    weights[types.uint64(query * PITCH + key)] = weight
+                        d_score = p * (d_p[i * SHARE + j] - row_sum) * scale
+                    d_s[types.uint64(query * PITCH + key)] = d_score
             take_columns(k, k_base, groups * width, first_key, end, start, width, values)
             cuda.syncthreads()
-            add_combinations(weights, values, end - first_key, sums)
+            add_combinations(d_s, values, end - first_key, sums)
             cuda.syncthreads()
             first_key += TILE
-        for i in range(SHARE):
-            query = first + row + i * SIDE
-            for j in range(WIDE_SHARE):
-                d = start + column + j * SIDE
-                if query < queries and d < width:
-                    store(dq, q_base + query * heads * width + d, sums[i * WIDE_SHARE + j])
+        store_columns(sums, dq, q_base, heads * width, first, queries, start, width)
         item += cuda.gridDim.x
 
 
@@ -173,18 +166,16 @@ def backward_by_keys(
                 )  # fmt: skip
                 for j in range(SHARE):
                     query = column + j * SIDE
-                    normalizer = number(q, 0)
-                    row_sum = number(q, 0)
-                    if first + query < queries:
-                        place = (batch * heads + head) * queries + first + query
-                        normalizer = load(log_sum_exp, place)
-                        row_sum = load(row_sums, place)
+                    seen = keys - queries + first + query + 1
+                    visible = seen if first + query < queries else types.int64(0)
+                    place = (batch * heads + head) * queries + min(first + query, queries - 1)
+                    normalizer = load(log_sum_exp, place)
+                    row_sum = load(row_sums, place)
                     for i in range(SHARE):
                         key = row + i * SIDE
                         weight = number(q, 0)
                         d_score = number(q, 0)
-                        seen = first_key + key <= keys - queries + first + query
-                        if first + query < queries and seen:
+                        if first_key + key < visible:
                             weight = math.exp(scores[i * SHARE + j] * scale - normalizer)
                             d_score = weight * (d_p[i * SHARE + j] - row_sum) * scale
                         target = types.uint64(key * PITCH + query)
@@ -199,12 +190,6 @@ def backward_by_keys(
                 add_combinations(d_s, values, queries - first, dk_sums)
                 cuda.syncthreads()
                 first += TILE
-        for i in range(SHARE):
-            key = first_key + row + i * SIDE
-            for j in range(WIDE_SHARE):
-                d = start + column + j * SIDE
-                if key < keys and d < width:
-                    place = k_base + key * groups * width + d
-                    store(dk, place, dk_sums[i * WIDE_SHARE + j])
-                    store(dv, place, dv_sums[i * WIDE_SHARE + j])
+        store_columns(dk_sums, dk, k_base, groups * width, first_key, keys, start, width)
+        store_columns(dv_sums, dv, k_base, groups * width, first_key, keys, start, width)
         item += cuda.gridDim.x

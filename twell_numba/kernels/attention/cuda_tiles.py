@@ -5,7 +5,14 @@ A thread holds 4 x 4 numbers of the one and 4 x 8 of the other, of the same four
 ``column = thread % 8``. So the eight threads of a row are neighbours in a warp.
 """
 
-from twell_numba.device.gpu.language import FULL_WARP, cuda, device_function, load, types
+from twell_numba.device.gpu.language import (
+    FULL_WARP,
+    cuda,
+    device_function,
+    load,
+    store,
+    types,
+)
 
 SIDE = 8
 THREADS = SIDE * SIDE
@@ -93,6 +100,19 @@ def add_combinations(weights, values, count, sums):
             for j in range(WIDE_SHARE):
                 value = values[types.uint64(r * COLUMNS + column + j * SIDE)]
                 sums[i * WIDE_SHARE + j] += weight * value
+
+
+@device_function
+def store_columns(sums, array, base, step, first, end, start, width):
+    """Write 32 rows by 64 columns, of which a thread has WIDE_PART, but not past the ends."""
+    row = types.int64(cuda.threadIdx.x) // SIDE
+    column = types.int64(cuda.threadIdx.x) % SIDE
+    for i in range(SHARE):
+        place = first + row + i * SIDE
+        for j in range(WIDE_SHARE):
+            d = start + column + j * SIDE
+            if place < end and d < width:
+                store(array, base + place * step + d, sums[i * WIDE_SHARE + j])
 
 
 @device_function

@@ -4,7 +4,7 @@
 
 Every number of a result is summed by one warp or thread in the order of A's rows and columns: no
 atomics, the same bits in every run. Products with the transpose go over A's blocks by column; that
-order is made once for a pattern of blocks, in the host's memory. Edge padding, and slots without a
+order is made once for a pattern of blocks. Edge padding, and slots without a
 block, are never read.
 
 For the layers see :mod:`twell_numba.kernels.sparse_ffn.cuda`.
@@ -21,7 +21,9 @@ from twell_numba.device.gpu.language import (
     types,
     warp_sum,
 )
-from twell_numba.kernels.block_ell.cuda_arrays import BlockELLArrays
+from twell_numba.formats import BlockELLMatrix
+from twell_numba.kernels.block_ell import cuda_layers
+from twell_numba.kernels.block_ell.cuda_arrays import by_column
 from twell_numba.kernels.cuda_vectors import (
     add_unless_zero,
     eight_zeros,
@@ -46,7 +48,7 @@ WIDE = 16
 
 
 def block_ell_matmul(
-    A: BlockELLArrays, X: DeviceArray, out: DeviceArray | None = None
+    A: BlockELLMatrix, X: DeviceArray, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``A @ X``.
 
@@ -54,7 +56,7 @@ def block_ell_matmul(
 
     Parameters
     ----------
-    A : BlockELLArrays, shape (M, K)
+    A : BlockELLMatrix on a GPU, shape (M, K)
     X : DeviceArray, shape (K,) or (K, N)
     out : DeviceArray, shape (M,) or (M, N), optional
         Of the result's dtype; it is overwritten and returned. It may share memory with ``X``.
@@ -72,75 +74,57 @@ def block_ell_matmul(
     ValueError
         If the shapes do not fit, or the arrays are on different GPUs.
     """
-    require_product_operands("A @ X", A, BlockELLArrays, "values", X)
-    rows, inner = A.shape
-    result = ProductResult((rows, *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
-    columns = X.shape[1] if X.ndim == 2 else 1
-    arguments = (A.values, A.block_columns, X, result.array, rows, inner, columns)
-    if columns < WIDE:
-        blocks = _rows_narrow.blocks_of_warps(rows * columns)
-        _rows_narrow(blocks, *arguments, A.block_size, A.slots)
-    else:
-        blocks = _rows_wide.blocks_of_warps(_items(rows, columns, A.block_size))
-        _rows_wide(blocks, *arguments, A.block_size, A.slots, _is_aligned(X, result.array))
+    require_product_operands("A @ X", A, BlockELLMatrix, "values", X)
+    result = ProductResult((A.shape[0], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
+    _multiply(A, X, result.array)
     return result.finish()
 
 
 def block_ell_transposed_matmul(
-    A: BlockELLArrays, X: DeviceArray, out: DeviceArray | None = None
+    A: BlockELLMatrix, X: DeviceArray, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``A.T @ X``, of shape (K,) or (K, N); otherwise as :func:`block_ell_matmul`."""
-    require_product_operands("A.T @ X", A, BlockELLArrays, "values", X)
-    inner, rows = A.shape
-    result = ProductResult((rows, *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
-    columns = X.shape[1] if X.ndim == 2 else 1
-    arguments = (A.values, *A.by_column, X, result.array, rows, inner, columns)
-    if columns < WIDE:
-        blocks = _columns_narrow.blocks_of_warps(rows * columns)
-        _columns_narrow(blocks, *arguments, A.block_size, max(A.slots, 1))
-    else:
-        blocks = _columns_wide.blocks_of_warps(_items(rows, columns, A.block_size))
-        _columns_wide(
-            blocks, *arguments, A.block_size, max(A.slots, 1), _is_aligned(X, result.array)
-        )
+    require_product_operands("A.T @ X", A, BlockELLMatrix, "values", X)
+    result = ProductResult((A.shape[1], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
+    _multiply_transposed(A, X, result.array)
     return result.finish()
 
 
 def block_ell_left_matmul(
-    X: DeviceArray, A: BlockELLArrays, out: DeviceArray | None = None
+    X: DeviceArray, A: BlockELLMatrix, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``X @ A`` for ``X`` (M,) or (N, M); otherwise as :func:`block_ell_matmul`."""
-    require_product_operands("X @ A", A, BlockELLArrays, "values", X)
+    require_product_operands("X @ A", A, BlockELLMatrix, "values", X)
     inner, columns = A.shape
     shape = (*X.shape[:-1], columns)
     result = ProductResult(shape, common_dtype(A.dtype, X.dtype), X, out)
     rows = X.shape[0] if X.ndim == 2 else 1
     _left(
         _left.blocks(rows * columns),
-        X, A.values, *A.by_column, result.array, rows, inner, columns, A.block_size,
-        max(A.slots, 1),
+        X, A.values, *by_column(A), result.array, rows, inner, columns, A.block_size,
+        max(A.blocks_per_row, 1),
     )  # fmt: skip
     return result.finish()
 
 
 def block_ell_sampled_product(
-    A: BlockELLArrays, Y: DeviceArray, X: DeviceArray, out: BlockELLArrays | None = None
-) -> BlockELLArrays:
+    A: BlockELLMatrix, Y: DeviceArray, X: DeviceArray, out: BlockELLMatrix | None = None
+) -> BlockELLMatrix:
     """Return the values of ``Y @ X.T`` at all elements of A's blocks, zeros included.
 
     Parameters
     ----------
-    A : BlockELLArrays, shape (M, K)
+    A : BlockELLMatrix on a GPU, shape (M, K)
         Its values are not looked at.
     Y : DeviceArray, shape (M, D)
     X : DeviceArray, shape (K, D)
-    out : BlockELLArrays, optional
+    out : BlockELLMatrix, optional
         With A's ``block_columns`` and of the result's dtype; its values are overwritten and it is
         returned.
 
     Returns
     -------
-    BlockELLArrays
+    BlockELLMatrix
         Of the dtype of ``Y`` and ``X``; where they differ, float32, or float64 if one is. A new one
         shares ``block_columns`` with A, and holds 0 where there is no entry.
 
@@ -149,7 +133,7 @@ def block_ell_sampled_product(
     TypeError, ValueError
         As :func:`block_ell_matmul`.
     """
-    dtype = require_sampled_operands(A, BlockELLArrays, "values", Y, X, out)
+    dtype = require_sampled_operands(A, BlockELLMatrix, "values", Y, X, out)
     if out is None:
         out = A.with_values(zeros(A.values.shape, dtype, A.values.stream))
     elif out.shape != A.shape or out.block_columns.pointer != A.block_columns.pointer:
@@ -159,7 +143,7 @@ def block_ell_sampled_product(
 
 
 def gated_ffn_forward(
-    x: DeviceArray, gate: BlockELLArrays, up: BlockELLArrays, down: BlockELLArrays
+    x: DeviceArray, gate: BlockELLMatrix, up: BlockELLMatrix, down: BlockELLMatrix
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd with sparse weights.
 
@@ -169,7 +153,7 @@ def gated_ffn_forward(
     ----------
     x : DeviceArray, shape (M, D)
         float32, bfloat16, float16 or float64; sums are in float32 or wider.
-    gate, up, down : BlockELLArrays, shape (F, D)
+    gate, up, down : BlockELLMatrix on a GPU, shape (F, D)
         Neuron-major, down too: row j belongs to neuron j. Of x's dtype.
 
     Returns
@@ -189,11 +173,11 @@ def gated_ffn_forward(
 def gated_ffn_backward(
     dy: DeviceArray,
     x: DeviceArray,
-    gate: BlockELLArrays,
-    up: BlockELLArrays,
-    down: BlockELLArrays,
+    gate: BlockELLMatrix,
+    up: BlockELLMatrix,
+    down: BlockELLMatrix,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     gate_grad: DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
@@ -207,7 +191,7 @@ def gated_ffn_backward(
         As given to the forward pass.
     activations : DeviceSparseActivations
         From the forward pass.
-    l1_scale : float
+    l1_scale : float, or DeviceArray of float32, shape (1,)
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : DeviceArray
         Of the shape of each weight's ``values``, all of x's dtype, or all of float32 for x in 16
@@ -229,7 +213,7 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: DeviceArray, up: BlockELLArrays, down: BlockELLArrays
+    x: DeviceArray, up: BlockELLMatrix, down: BlockELLMatrix
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
     return layers.ffn_forward(x, up, down, _PRODUCTS)
@@ -238,10 +222,10 @@ def ffn_forward(
 def ffn_backward(
     dy: DeviceArray,
     x: DeviceArray,
-    up: BlockELLArrays,
-    down: BlockELLArrays,
+    up: BlockELLMatrix,
+    down: BlockELLMatrix,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
 ) -> DeviceArray:
@@ -252,29 +236,59 @@ def ffn_backward(
 
 
 def _add_sampled(
-    weight: BlockELLArrays, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
+    weight: BlockELLMatrix, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
 ) -> None:
     """Add ``left[j] . right[d]`` at each entry (j, d) of the blocks."""
     _sample_into(gradient, weight, left, right, is_added=True)
 
 
+def _multiply(A: BlockELLMatrix, X: DeviceArray, out: DeviceArray) -> None:
+    """Overwrite ``out`` with A @ X."""
+    rows, inner = A.shape
+    columns = X.shape[1] if X.ndim == 2 else 1
+    arguments = (A.values, A.block_columns, X, out, rows, inner, columns)
+    if columns < WIDE:
+        blocks = _rows_narrow.blocks_of_warps(rows * columns)
+        _rows_narrow(blocks, *arguments, A.block_size, A.blocks_per_row)
+    else:
+        blocks = _rows_wide.blocks_of_warps(_items(rows, columns, A.block_size))
+        _rows_wide(blocks, *arguments, A.block_size, A.blocks_per_row, _is_aligned(X, out))
+
+
+def _multiply_transposed(A: BlockELLMatrix, X: DeviceArray, out: DeviceArray) -> None:
+    """Overwrite ``out`` with A.T @ X."""
+    inner, rows = A.shape
+    columns = X.shape[1] if X.ndim == 2 else 1
+    arguments = (A.values, *by_column(A), X, out, rows, inner, columns)
+    slots = max(A.blocks_per_row, 1)
+    if columns < WIDE:
+        blocks = _columns_narrow.blocks_of_warps(rows * columns)
+        _columns_narrow(blocks, *arguments, A.block_size, slots)
+    else:
+        blocks = _columns_wide.blocks_of_warps(_items(rows, columns, A.block_size))
+        _columns_wide(blocks, *arguments, A.block_size, slots, _is_aligned(X, out))
+
+
 _PRODUCTS = layers.Products(
-    wanted=BlockELLArrays,
+    wanted=BlockELLMatrix,
     values=lambda weight: weight.values,
-    matmul=block_ell_matmul,
-    transposed_matmul=block_ell_transposed_matmul,
+    multiply=_multiply,
+    multiply_transposed=_multiply_transposed,
     add_sampled=_add_sampled,
+    whole_layers=layers.WholeLayers(
+        cuda_layers.fit_tensor_cores, cuda_layers.forward, cuda_layers.backward
+    ),
 )
 
 
 def _sample_into(
-    values: DeviceArray, A: BlockELLArrays, Y: DeviceArray, X: DeviceArray, *, is_added: bool
+    values: DeviceArray, A: BlockELLMatrix, Y: DeviceArray, X: DeviceArray, *, is_added: bool
 ) -> None:
     count = A.block_columns.size
     groups = -(-A.block_size // ROWS)
     _sample(
         _sample.blocks_of_warps(count * groups * groups),
-        values, A.block_columns, Y, X, *A.shape, count, Y.shape[1], A.block_size, A.slots,
+        values, A.block_columns, Y, X, *A.shape, count, Y.shape[1], A.block_size, A.blocks_per_row,
         int(is_added),
     )  # fmt: skip
 

@@ -15,7 +15,13 @@ import numpy as np
 from twell_numba.device.exponential import exponential
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
-from twell_numba.kernels.checks import float_inputs, index_input, require_shape
+from twell_numba.kernels.checks import (
+    common_float_dtype,
+    float_inputs,
+    index_input,
+    require_in_place,
+    require_shape,
+)
 
 # Fewest numbers worth a thread of their own (100 us of work: waking a thread takes about as long).
 GRAIN = 300_000
@@ -97,6 +103,43 @@ def cross_entropy_backward(
     return dlogits
 
 
+def cross_entropy_in_place(logits: np.ndarray, targets: np.ndarray, scale: float) -> np.ndarray:
+    """Return the losses of :func:`cross_entropy`, and overwrite the logits with their gradient.
+
+    Saves a second array of M x V numbers, and the row is still in cache at its second pass.
+
+    Parameters
+    ----------
+    logits : ndarray, shape (M, V)
+        float32 or float64, C-contiguous. Overwritten with the gradient of the sum of the losses
+        times ``scale``.
+    targets : ndarray of integers, shape (M,)
+        In [0, V), or -1 for a row that does not count: its loss and its gradient are 0.
+    scale : float
+        For a mean over N tokens, 1 / N.
+
+    Returns
+    -------
+    losses : ndarray, shape (M,)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`cross_entropy`, and if the logits cannot be changed in place.
+    """
+    require_in_place("logits", logits, ("M", "V"), common_float_dtype(logits=logits))
+    targets = _checked_targets(logits, targets)
+    rows, vocabulary = logits.shape
+    losses, log_sum_exp = np.empty((2, rows), logits.dtype)
+    scale = logits.dtype.type(scale)
+    run_ranges(
+        lambda start, stop: _in_place(logits, targets, scale, losses, log_sum_exp, start, stop),
+        rows,
+        grain=1 + GRAIN // max(vocabulary, 1),
+    )
+    return losses
+
+
 def _checked_targets(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     require_shape("logits", logits, ("M", "V"))
     rows, vocabulary = logits.shape
@@ -145,3 +188,10 @@ def _backward(logits, targets, log_sum_exp, scale, dlogits, start, stop):
         for v in range(logits.shape[1]):
             dlogits[m, v] = exponential(logits[m, v] - normalizer) * scale
         dlogits[m, target] -= scale
+
+
+@jit
+def _in_place(logits, targets, scale, losses, log_sum_exp, start, stop):
+    for m in range(start, stop):
+        _forward(logits, targets, losses, log_sum_exp, m, m + 1)
+        _backward(logits, targets, log_sum_exp, scale, logits, m, m + 1)

@@ -29,3 +29,10 @@ def cross_entropy_backward(
     dlogits[counted, targets[counted]] -= 1
     dlogits[~counted] = 0
     return dlogits * logits.dtype.type(scale)
+
+
+def cross_entropy_in_place(logits: np.ndarray, targets: np.ndarray, scale: float) -> np.ndarray:
+    """Return losses (M,), and overwrite the logits with their gradient."""
+    losses, log_sum_exp = cross_entropy(logits, targets)
+    logits[...] = cross_entropy_backward(logits, targets, log_sum_exp, scale)
+    return losses

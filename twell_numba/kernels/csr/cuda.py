@@ -4,17 +4,12 @@
 
 Every number of a result is summed by one warp or thread in the order of the entries: no atomics,
 the same bits in every run. Products with the transpose go over A's entries by column; that order is
-made once for a pattern of entries, in the host's memory.
+made once for a pattern of entries.
 
 For the layers see :mod:`twell_numba.kernels.sparse_ffn.cuda`.
 """
 
-import functools
-from dataclasses import dataclass
-
-import numpy as np
-
-from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel
+from twell_numba.device.gpu import DeviceArray, empty, kernel
 from twell_numba.device.gpu.language import (
     global_thread,
     grid_threads,
@@ -25,6 +20,8 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.formats import CSRMatrix
+from twell_numba.kernels.csr import cuda_held
+from twell_numba.kernels.csr.cuda_arrays import transposed
 from twell_numba.kernels.cuda_vectors import (
     add_unless_zero,
     eight_zeros,
@@ -52,86 +49,14 @@ WIDE = 16
 MANY = 128
 
 
-@dataclass(frozen=True, eq=False)
-class CSRArrays:
-    """A CSR matrix in a GPU's memory; see :class:`twell_numba.formats.CSRMatrix`.
-
-    Attributes
-    ----------
-    data : DeviceArray, shape (nnz,)
-    indices : DeviceArray of int32 or int64, shape (nnz,)
-    indptr : DeviceArray of int32 or int64, shape (rows + 1,)
-    shape : tuple of int
-    """
-
-    data: DeviceArray
-    indices: DeviceArray
-    indptr: DeviceArray
-    shape: tuple[int, int]
-
-    @classmethod
-    def from_host(cls, A: CSRMatrix, stream: Stream | None = None) -> "CSRArrays":
-        """Return a copy of a matrix in the host's memory."""
-        data, indices, indptr = (
-            from_numpy(array, stream) for array in (A.data, A.indices, A.indptr)
-        )
-        return cls(data, indices, indptr, A.shape)
-
-    def to_host(self) -> CSRMatrix:
-        """Return a copy in the host's memory."""
-        data, indices, indptr = (
-            array.to_numpy() for array in (self.data, self.indices, self.indptr)
-        )
-        return CSRMatrix(data, indices, indptr, self.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the values."""
-        return self.data.dtype
-
-    def with_values(self, data: DeviceArray) -> "CSRArrays":
-        """Return a matrix of this pattern with other values; index arrays are shared."""
-        if data.shape != self.data.shape:
-            raise ValueError(f"values of shape {data.shape} given, {self.data.shape} wanted")
-        other = CSRArrays(data, self.indices, self.indptr, self.shape)
-        if "by_column" in self.__dict__:
-            other.__dict__["by_column"] = self.by_column
-        return other
-
-    @functools.cached_property
-    def by_column(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-        """The transpose's pattern: where its values stand in ``data``, its indices and indptr.
-
-        Made in the host's memory, which waits for the GPU, when first needed.
-        """
-        indices, indptr = self.indices.to_numpy(), self.indptr.to_numpy().astype(np.int64)
-        rows = np.repeat(np.arange(self.shape[0]), np.diff(indptr))
-        order = np.argsort(indices, kind="stable")
-        ends = np.cumsum(np.bincount(indices, minlength=self.shape[1]))
-        starts = np.concatenate([np.zeros(1, np.int64), ends])
-        stream = self.data.stream
-        return (
-            from_numpy(order, stream),
-            from_numpy(rows[order], stream),
-            from_numpy(starts, stream),
-        )
-
-    def transposed(self) -> "CSRArrays":
-        """Return the transpose, with its own copy of the values."""
-        order, indices, indptr = self.by_column
-        data = empty(self.data.shape, self.dtype, self.data.stream)
-        _permute(_permute.blocks(data.size), self.data, order, data, data.size)
-        return CSRArrays(data, indices, indptr, (self.shape[1], self.shape[0]))
-
-
-def csr_matmul(A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None) -> DeviceArray:
+def csr_matmul(A: CSRMatrix, X: DeviceArray, out: DeviceArray | None = None) -> DeviceArray:
     """Return ``A @ X``.
 
     Zeros of ``A``, stored or not, contribute nothing, also where ``X`` is NaN or infinite.
 
     Parameters
     ----------
-    A : CSRArrays, shape (M, K)
+    A : CSRMatrix on a GPU, shape (M, K)
     X : DeviceArray, shape (K,) or (K, N)
     out : DeviceArray, shape (M,) or (M, N), optional
         Of the result's dtype; it is overwritten and returned. It may share memory with ``X``.
@@ -149,28 +74,28 @@ def csr_matmul(A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None) -> 
     ValueError
         If the shapes do not fit, or the arrays are on different GPUs.
     """
-    require_product_operands("A @ X", A, CSRArrays, "data", X)
+    require_product_operands("A @ X", A, CSRMatrix, "data", X)
     result = ProductResult((A.shape[0], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
     _gather_columns(A, X, result.array)
     return result.finish()
 
 
 def csr_transposed_matmul(
-    A: CSRArrays, X: DeviceArray, out: DeviceArray | None = None
+    A: CSRMatrix, X: DeviceArray, out: DeviceArray | None = None
 ) -> DeviceArray:
     """Return ``A.T @ X``, of shape (K,) or (K, N); otherwise as :func:`csr_matmul`."""
-    require_product_operands("A.T @ X", A, CSRArrays, "data", X)
+    require_product_operands("A.T @ X", A, CSRMatrix, "data", X)
     result = ProductResult((A.shape[1], *X.shape[1:]), common_dtype(A.dtype, X.dtype), X, out)
-    _gather_columns(A.transposed(), X, result.array)
+    _gather_columns(transposed(A), X, result.array)
     return result.finish()
 
 
-def csr_left_matmul(X: DeviceArray, A: CSRArrays, out: DeviceArray | None = None) -> DeviceArray:
+def csr_left_matmul(X: DeviceArray, A: CSRMatrix, out: DeviceArray | None = None) -> DeviceArray:
     """Return ``X @ A`` for ``X`` (M,) or (N, M); otherwise as :func:`csr_matmul`."""
-    require_product_operands("X @ A", A, CSRArrays, "data", X)
+    require_product_operands("X @ A", A, CSRMatrix, "data", X)
     inner, columns = A.shape
     result = ProductResult((*X.shape[:-1], columns), common_dtype(A.dtype, X.dtype), X, out)
-    B = A.transposed()
+    B = transposed(A)
     rows = X.size // inner if X.ndim == 2 and inner else result.array.size // max(columns, 1)
     _left(
         _left.blocks(rows * columns),
@@ -180,23 +105,23 @@ def csr_left_matmul(X: DeviceArray, A: CSRArrays, out: DeviceArray | None = None
 
 
 def csr_sampled_product(
-    A: CSRArrays, Y: DeviceArray, X: DeviceArray, out: CSRArrays | None = None
-) -> CSRArrays:
+    A: CSRMatrix, Y: DeviceArray, X: DeviceArray, out: CSRMatrix | None = None
+) -> CSRMatrix:
     """Return the values of ``Y @ X.T`` at the entries of ``A``, stored zeros included.
 
     Parameters
     ----------
-    A : CSRArrays, shape (M, K)
+    A : CSRMatrix on a GPU, shape (M, K)
         Its values are not looked at.
     Y : DeviceArray, shape (M, D)
     X : DeviceArray, shape (K, D)
-    out : CSRArrays, optional
+    out : CSRMatrix, optional
         With A's index arrays and of the result's dtype; its values are overwritten and it is
         returned.
 
     Returns
     -------
-    CSRArrays
+    CSRMatrix
         Of the dtype of ``Y`` and ``X``; where they differ, float32, or float64 if one is. A new one
         shares A's index arrays.
 
@@ -205,7 +130,7 @@ def csr_sampled_product(
     TypeError, ValueError
         As :func:`csr_matmul`.
     """
-    dtype = require_sampled_operands(A, CSRArrays, "data", Y, X, out)
+    dtype = require_sampled_operands(A, CSRMatrix, "data", Y, X, out)
     if out is None:
         out = A.with_values(empty(A.data.shape, dtype, A.data.stream))
     elif (out.indices.pointer, out.indptr.pointer) != (A.indices.pointer, A.indptr.pointer):
@@ -215,7 +140,7 @@ def csr_sampled_product(
 
 
 def gated_ffn_forward(
-    x: DeviceArray, gate: CSRArrays, up: CSRArrays, down: CSRArrays
+    x: DeviceArray, gate: CSRMatrix, up: CSRMatrix, down: CSRMatrix
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd with sparse weights.
 
@@ -225,7 +150,7 @@ def gated_ffn_forward(
     ----------
     x : DeviceArray, shape (M, D)
         float32, bfloat16, float16 or float64; sums are in float32 or wider.
-    gate, up, down : CSRArrays, shape (F, D)
+    gate, up, down : CSRMatrix on a GPU, shape (F, D)
         Neuron-major, down too: row j belongs to neuron j. Of x's dtype.
 
     Returns
@@ -245,11 +170,11 @@ def gated_ffn_forward(
 def gated_ffn_backward(
     dy: DeviceArray,
     x: DeviceArray,
-    gate: CSRArrays,
-    up: CSRArrays,
-    down: CSRArrays,
+    gate: CSRMatrix,
+    up: CSRMatrix,
+    down: CSRMatrix,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     gate_grad: DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
@@ -263,7 +188,7 @@ def gated_ffn_backward(
         As given to the forward pass.
     activations : DeviceSparseActivations
         From the forward pass.
-    l1_scale : float
+    l1_scale : float, or DeviceArray of float32, shape (1,)
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : DeviceArray, shape (nnz,)
         As each weight's ``data``, all of x's dtype, or all of float32 for x in 16 bits; changed in
@@ -284,7 +209,7 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: DeviceArray, up: CSRArrays, down: CSRArrays
+    x: DeviceArray, up: CSRMatrix, down: CSRMatrix
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
     return layers.ffn_forward(x, up, down, _PRODUCTS)
@@ -293,10 +218,10 @@ def ffn_forward(
 def ffn_backward(
     dy: DeviceArray,
     x: DeviceArray,
-    up: CSRArrays,
-    down: CSRArrays,
+    up: CSRMatrix,
+    down: CSRMatrix,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
 ) -> DeviceArray:
@@ -307,25 +232,20 @@ def ffn_backward(
 
 
 def _add_sampled(
-    weight: CSRArrays, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
+    weight: CSRMatrix, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
 ) -> None:
     """Add ``left[j] . right[d]`` at each stored entry (j, d)."""
+    eights = cuda_held.eights_held(weight, left, right)
+    if eights:
+        cuda_held.add_sampled(weight, left, right, gradient, eights)
+        return
     # not yet rounded to 16 bits: the sum with the gradient is
     products = empty(weight.data.shape, arithmetic_dtype(left.dtype), left.stream)
     _sample_into(products, weight, left, right)
     layers.add_arrays(gradient, products)
 
 
-_PRODUCTS = layers.Products(
-    wanted=CSRArrays,
-    values=lambda weight: weight.data,
-    matmul=csr_matmul,
-    transposed_matmul=csr_transposed_matmul,
-    add_sampled=_add_sampled,
-)
-
-
-def _sample_into(values: DeviceArray, A: CSRArrays, Y: DeviceArray, X: DeviceArray) -> None:
+def _sample_into(values: DeviceArray, A: CSRMatrix, Y: DeviceArray, X: DeviceArray) -> None:
     entries, width = values.size, Y.shape[1]
     is_aligned = width % 8 == 0 and X.pointer % 16 == Y.pointer % 16 == 0
     _sample(
@@ -334,9 +254,13 @@ def _sample_into(values: DeviceArray, A: CSRArrays, Y: DeviceArray, X: DeviceArr
     )  # fmt: skip
 
 
-def _gather_columns(A: CSRArrays, X: DeviceArray, out: DeviceArray) -> None:
+def _gather_columns(A: CSRMatrix, X: DeviceArray, out: DeviceArray) -> None:
     rows = A.shape[0]
     columns = X.shape[1] if X.ndim == 2 else 1
+    eights = cuda_held.eights_held(A, out, X) if columns >= MANY else 0
+    if eights:
+        cuda_held.gather_columns(A, X, out, eights)
+        return
     arguments = (A.data, A.indices, A.indptr, X, out, rows, columns)
     if columns < WIDE:
         _gather_narrow(_gather_narrow.blocks_of_warps(rows * columns), *arguments)
@@ -347,6 +271,15 @@ def _gather_columns(A: CSRArrays, X: DeviceArray, out: DeviceArray) -> None:
         is_aligned = columns % 8 == 0 and X.pointer % 16 == out.pointer % 16 == 0
         blocks = _gather_eight.blocks_of_warps(rows * -(-columns // 256))
         _gather_eight(blocks, *arguments, int(is_aligned))
+
+
+_PRODUCTS = layers.Products(
+    wanted=CSRMatrix,
+    values=lambda weight: weight.data,
+    multiply=_gather_columns,
+    multiply_transposed=lambda weight, X, out: _gather_columns(transposed(weight), X, out),
+    add_sampled=_add_sampled,
+)
 
 
 @kernel()
@@ -422,14 +355,6 @@ def _left(X, data, indices, indptr, out, rows, inner, columns):
             k += 1
         store(out, item, total)
         item += grid_threads()
-
-
-@kernel()
-def _permute(data, order, out, size):
-    i = global_thread()
-    while i < size:
-        store(out, i, load(data, load(order, i)))
-        i += grid_threads()
 
 
 @kernel()

@@ -166,6 +166,69 @@ def largest_magnitude(values: Sequence[np.ndarray], rank: int) -> float:
     return float(unsigned(found).view(arrays[0].dtype))
 
 
+def hard_thresholds(values: Sequence[np.ndarray], limits: Sequence[float]) -> int:
+    """Apply :func:`hard_threshold` to several arrays, with a limit each; return the sum."""
+    return sum(hard_threshold(value, limit) for value, limit in zip(values, limits, strict=True))
+
+
+def largest_magnitudes(values: Sequence[np.ndarray]) -> list[float]:
+    """Return the largest |w| of each of several arrays, of which none is empty."""
+    return [float(np.abs(value).max()) for value in values]
+
+
+def cut_alike(values: Sequence[np.ndarray], limits: Sequence[float], excess: int) -> None:
+    """Set ``excess`` of those with just the magnitude of a limit to 0, but one of each array.
+
+    Parameters
+    ----------
+    values : sequence of ndarray
+        Changed in place, in order and each from its beginning, until so many are cut.
+    limits : sequence of float
+        One for each array.
+    excess : int
+    """
+    for value, limit in zip(values, limits, strict=True):
+        if excess > 0:
+            alike = np.flatnonzero(np.abs(value) == limit)[1 : 1 + excess]
+            value.reshape(-1)[alike] = 0
+            excess -= alike.size
+
+
+def count_nonzero(value: np.ndarray) -> int:
+    """Return the number of entries that are not 0."""
+    return int(np.count_nonzero(value))
+
+
+def block_mean_squares(value: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the mean of the squares of each block.
+
+    Parameters
+    ----------
+    value : ndarray of float32 or float64, shape (F, D)
+    block_size : int
+        b.
+
+    Returns
+    -------
+    ndarray of float64, shape (ceil(F / b), ceil(D / b))
+    """
+    squares = np.square(value, dtype=np.float64)
+    rows, columns = (np.arange(0, size, block_size) for size in squares.shape)
+    sums = np.add.reduceat(np.add.reduceat(squares, rows, axis=0), columns, axis=1)
+    heights, widths = (
+        np.minimum(block_size, size - np.arange(0, size, block_size)) for size in value.shape
+    )
+    return sums / np.outer(heights, widths)
+
+
+def set_blocks_to_zero(value: np.ndarray, block_size: int, blocks: np.ndarray) -> None:
+    """Set blocks to zero, given by their numbers: row of blocks by row of blocks, from 0."""
+    columns_of_blocks = -(-value.shape[1] // block_size)
+    for block in blocks:
+        top, left = (block_size * number for number in divmod(block, columns_of_blocks))
+        value[top : top + block_size, left : left + block_size] = 0
+
+
 def _checked(value: np.ndarray, name: str, amount: float) -> np.floating:
     """Check what is changed in place, and return the amount in its dtype."""
     dtype = common_float_dtype(value=value)

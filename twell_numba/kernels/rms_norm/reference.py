@@ -18,12 +18,26 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> tuple[np.ndarray,
     return x * inverse_rms[:, None] * weight, inverse_rms
 
 
+def add_rms_norm(
+    x: np.ndarray, addend: np.ndarray, weight: np.ndarray, eps: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return x + addend (M, D), and y and r of it."""
+    total = x + addend
+    return total, *rms_norm(total, weight, eps)
+
+
 def rms_norm_backward(
-    dy: np.ndarray, x: np.ndarray, weight: np.ndarray, inverse_rms: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return dx (M, D) and dweight (D,)."""
+    dy: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    inverse_rms: np.ndarray,
+    weight_grad: np.ndarray,
+    residual: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return dx (M, D), to which ``residual`` is added; add dw (D,) into weight_grad."""
     normalized = x * inverse_rms[:, None]
     dnormalized = dy * weight
     projection = np.mean(dnormalized * normalized, axis=1, keepdims=True)
     dx = inverse_rms[:, None] * (dnormalized - normalized * projection)
-    return dx, np.sum(dy * normalized, axis=0)
+    weight_grad += np.sum(dy * normalized, axis=0)
+    return dx if residual is None else dx + residual

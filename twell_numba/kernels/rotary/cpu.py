@@ -10,7 +10,7 @@ import numpy as np
 
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
-from twell_numba.kernels.checks import float_inputs, require_shape
+from twell_numba.kernels.checks import float_inputs, require_in_place, require_shape
 from twell_numba.kernels.rotary.reference import rotary_tables
 
 __all__ = ["rotary", "rotary_backward", "rotary_tables"]
@@ -19,7 +19,9 @@ __all__ = ["rotary", "rotary_backward", "rotary_tables"]
 GRAIN = 500_000
 
 
-def rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def rotary(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
     """Turn each head's halves by the angles of its position.
 
     Parameters
@@ -28,6 +30,8 @@ def rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         float32 or float64, as all arrays here; w even.
     cos, sin : ndarray, shape (S, w / 2)
         From :func:`rotary_tables`.
+    out : ndarray, shape (B, S, H, w), optional
+        Of x's dtype, C-contiguous. Overwritten and returned; it may be x itself.
 
     Returns
     -------
@@ -41,10 +45,12 @@ def rotary(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         If the shapes do not fit together.
     """
     x, cos, sin = float_inputs(x=x, cos=cos, sin=sin)
-    return _turn(x, cos, sin)
+    return _turn(x, cos, sin, out)
 
 
-def rotary_backward(dy: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def rotary_backward(
+    dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
     """Return the gradient dx of :func:`rotary`: dy turned back.
 
     Parameters and errors are those of :func:`rotary`.
@@ -52,17 +58,21 @@ def rotary_backward(dy: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndar
     dy, cos, sin = float_inputs(dy=dy, cos=cos, sin=sin)
     negative_sin = np.negative(sin)
     negative_sin.flags.writeable = False
-    return _turn(dy, cos, negative_sin)
+    return _turn(dy, cos, negative_sin, out)
 
 
-def _turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def _turn(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     require_shape("x", x, ("B", "S", "H", "w"))
     batch, length, heads, width = x.shape
     if width % 2:
         raise ValueError(f"head width {width} given, an even one wanted: halves are rotated")
     require_shape("cos", cos, (length, width // 2))
     require_shape("sin", sin, (length, width // 2))
-    y = np.empty_like(x)
+    if out is None:
+        y = np.empty_like(x)
+    else:
+        require_in_place("out", out, x.shape, x.dtype)
+        y = out
     run_ranges(
         lambda start, stop: _turn_tokens(x, cos, sin, y, start, stop),
         batch * length,

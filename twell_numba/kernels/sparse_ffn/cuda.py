@@ -5,15 +5,16 @@ Two-matrix:  h = relu(x Wu^T),  y = h Wd
 
 The formulas are those of :mod:`twell_numba.kernels.sparse_ffn.reference`. All is computed of
 transposes, [F, M] and [D, M], so that the threads of a warp take tokens that lie side by side: then
-products with a sparse matrix from the left read whole rows. In between everything is float32 (or
-float64), so that what is stored in 16 bits is rounded once. g, u and h are computed again in the
-backward pass; nothing of F x M is kept between the two.
+products with a sparse matrix from the left read whole rows. g, u, h and their gradients are rounded
+to x's dtype, as in the dense layers; sums are in float32 or wider. g, u and h are computed again in
+the backward pass; nothing of F x M is kept between the two. A format may compute whole layers in
+its own way instead (see :class:`WholeLayers`).
 """
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from twell_numba.device.gpu.language import (
     types,
 )
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_array, float_arrays
@@ -37,7 +39,7 @@ from twell_numba.kernels.transpose.cuda import transpose
 
 @dataclass(frozen=True, slots=True)
 class DeviceSparseActivations:
-    """What was counted in h, on a GPU; h itself is not kept.
+    """What was counted in h, on a GPU.
 
     Attributes
     ----------
@@ -49,12 +51,37 @@ class DeviceSparseActivations:
         Sum of |h| of each neuron.
     fired : DeviceArray of bool, shape (F,)
         Neurons that were not 0 for at least one token.
+    kept : tuple of three DeviceArray, shape (M, F), or None
+        g, u and h, where the backward pass does not compute them again.
     """
+
+    is_on_gpu: ClassVar[bool] = True
 
     shape: tuple[int, int]
     neuron_nonzeros: DeviceArray
     neuron_absolute_sums: DeviceArray
     fired: DeviceArray
+    kept: tuple[DeviceArray, DeviceArray, DeviceArray] | None = None
+
+
+@dataclass(frozen=True)
+class WholeLayers:
+    """Layers that a format computes in its own way, for the arrays it has kernels for.
+
+    Attributes
+    ----------
+    fit : callable
+        ``fit(x, *weights)``: whether it can, for arguments that are right.
+    forward : callable
+        ``forward(x, gate, up, down)`` returns y and the activations; ``gate`` may be None.
+    backward : callable
+        ``backward(dy, x, gate, up, down, activations, l1_scale, gate_grad, up_grad, down_grad)``
+        returns dx and adds the gradients in place; for activations with ``kept``.
+    """
+
+    fit: Callable[..., bool]
+    forward: Callable[..., tuple[DeviceArray, DeviceSparseActivations]]
+    backward: Callable[..., DeviceArray]
 
 
 @dataclass(frozen=True)
@@ -67,17 +94,38 @@ class Products:
         Of the weights.
     values : callable
         ``values(W)`` returns the array of the stored values.
-    matmul, transposed_matmul : callable
-        ``matmul(W, X)`` returns W @ X, ``transposed_matmul(W, X)`` W.T @ X.
+    multiply, multiply_transposed : callable
+        ``multiply(W, X, out)`` overwrites ``out`` with W @ X, ``multiply_transposed(W, X, out)``
+        with W.T @ X; ``out`` may be of another dtype than X.
     add_sampled : callable
         ``add_sampled(W, left, right, gradient)`` adds ``left[j] . right[d]`` at each stored (j, d).
+    whole_layers : WholeLayers, optional
+        Taken instead of the products where it fits.
     """
 
     wanted: type[Any]
     values: Callable[[Any], DeviceArray]
-    matmul: Callable[[Any, DeviceArray], DeviceArray]
-    transposed_matmul: Callable[[Any, DeviceArray], DeviceArray]
+    multiply: Callable[[Any, DeviceArray, DeviceArray], None]
+    multiply_transposed: Callable[[Any, DeviceArray, DeviceArray], None]
     add_sampled: Callable[[Any, DeviceArray, DeviceArray, DeviceArray], None]
+    whole_layers: WholeLayers | None = None
+
+    def matmul(self, W: Any, X: DeviceArray) -> DeviceArray:
+        """Return W @ X, of X's dtype."""
+        out = empty((W.shape[0], X.shape[1]), X.dtype, X.stream)
+        self.multiply(W, X, out)
+        return out
+
+    def transposed_matmul(self, W: Any, X: DeviceArray) -> DeviceArray:
+        """Return W.T @ X, of the dtype in which it is added up."""
+        out = empty((W.shape[1], X.shape[1]), arithmetic_dtype(X.dtype), X.stream)
+        self.multiply_transposed(W, X, out)
+        return out
+
+    def layers_for(self, x: DeviceArray, *weights: Any) -> WholeLayers | None:
+        """Return the format's own layers, where it has them for these arrays."""
+        whole = self.whole_layers
+        return whole if whole is not None and whole.fit(x, *weights) else None
 
 
 def activation_statistics(activations: DeviceSparseActivations) -> tuple[int, float, np.ndarray]:
@@ -117,7 +165,10 @@ def gated_ffn_forward(
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Return y (M, D) and the activations."""
     _require_weights(products, x, gate_weight=gate, up_weight=up, down_weight=down)
-    columns = transpose(x, arithmetic_dtype(x.dtype))
+    whole = products.layers_for(x, gate, up, down)
+    if whole is not None:
+        return whole.forward(x, gate, up, down)
+    columns = transpose(x)
     gate_values, up_values = products.matmul(gate, columns), products.matmul(up, columns)
     hidden, activations = _hidden(gate_values, up_values)
     return transpose(products.transposed_matmul(down, hidden), x.dtype), activations
@@ -130,7 +181,7 @@ def gated_ffn_backward(
     up: Any,
     down: Any,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     gate_grad: DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
@@ -147,8 +198,12 @@ def gated_ffn_backward(
         up_grad=(up, up_grad),
         down_grad=(down, down_grad),
     )
-    sums = arithmetic_dtype(x.dtype)
-    columns, d_columns = transpose(x, sums), transpose(dy, sums)
+    whole = products.layers_for(x, gate, up, down)
+    if whole is not None and activations.kept is not None:
+        return whole.backward(
+            dy, x, gate, up, down, activations, l1_scale, gate_grad, up_grad, down_grad
+        )
+    columns, d_columns = transpose(x), transpose(dy)
     gate_values, up_values = products.matmul(gate, columns), products.matmul(up, columns)
     hidden = _hidden(gate_values, up_values)[0]
     d_hidden = products.matmul(down, d_columns)
@@ -166,7 +221,10 @@ def ffn_forward(
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Return y (M, D) and the activations."""
     _require_weights(products, x, up_weight=up, down_weight=down)
-    columns = transpose(x, arithmetic_dtype(x.dtype))
+    whole = products.layers_for(x, up, down)
+    if whole is not None:
+        return whole.forward(x, None, up, down)
+    columns = transpose(x)
     hidden, activations = _hidden(products.matmul(up, columns), None)
     return transpose(products.transposed_matmul(down, hidden), x.dtype), activations
 
@@ -177,7 +235,7 @@ def ffn_backward(
     up: Any,
     down: Any,
     activations: DeviceSparseActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
     products: Products,
@@ -187,8 +245,12 @@ def ffn_backward(
     _require_backward(
         products, dy, x, activations, up_grad=(up, up_grad), down_grad=(down, down_grad)
     )
-    sums = arithmetic_dtype(x.dtype)
-    columns, d_columns = transpose(x, sums), transpose(dy, sums)
+    whole = products.layers_for(x, up, down)
+    if whole is not None and activations.kept is not None:
+        return whole.backward(
+            dy, x, None, up, down, activations, l1_scale, None, up_grad, down_grad
+        )
+    columns, d_columns = transpose(x), transpose(dy)
     up_values = products.matmul(up, columns)
     hidden = _hidden(up_values, None)[0]
     d_hidden = products.matmul(down, d_columns)
@@ -223,12 +285,12 @@ def _differentiate(
     d_hidden: DeviceArray,
     gate_values: DeviceArray,
     up_values: DeviceArray | None,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
 ) -> None:
     """Overwrite g with dg, and u with du."""
     gated = int(up_values is not None)
     up_values = gate_values if up_values is None else up_values
-    scale = arithmetic_dtype(d_hidden.dtype).type(l1_scale)
+    scale = scalar_on_gpu("l1_scale", l1_scale, d_hidden.dtype, d_hidden)
     _gated_relu_backward(
         _gated_relu_backward.blocks(d_hidden.size),
         d_hidden, gate_values, up_values, scale, d_hidden.size, gated,
@@ -315,6 +377,7 @@ def _gated_relu(gate, up, hidden, nonzeros, absolute_sums, fired, neurons, token
 
 @kernel()
 def _gated_relu_backward(d_hidden, gate, up, l1_scale, size, gated):
+    scale = number(gate, load(l1_scale, 0))
     i = global_thread()
     while i < size:
         gate_value = load(gate, i)
@@ -326,9 +389,9 @@ def _gated_relu_backward(d_hidden, gate, up, l1_scale, size, gated):
                 hidden *= load(up, i)
             gradient = load(d_hidden, i)
             if hidden > 0:
-                gradient += l1_scale
+                gradient += scale
             elif hidden < 0:
-                gradient -= l1_scale
+                gradient -= scale
             elif hidden != 0:
                 gradient += hidden  # NaN
             d_gate = gradient

@@ -10,8 +10,10 @@ Rows of which a tile overflows, the *tail*, are read from the dense product itse
 for them: what is computed is exact at any density, nothing waits for the GPU, and all of it can be
 recorded in a graph. ``compact_tail`` keeps the tail's rows alone, which takes one wait.
 
-A warp takes a row, or a part of a neuron's gradients; a block takes a row of the tail. Every sum is
-one thread's or one warp's, in a fixed order: no atomics, the same bits in every run.
+Two sets of kernels work on the entries: a block holds a row in registers where D and the arrays'
+alignment allow it (:mod:`cuda_rows`); otherwise a warp takes a row, or a part of a neuron's
+gradients (:mod:`cuda_forward`, :mod:`cuda_backward`). A block takes a row of the tail. Every sum is
+in a fixed order, without atomics: the same bits in every run.
 """
 
 from typing import Any
@@ -21,6 +23,7 @@ import numpy as np
 from twell_numba.device.gpu import DeviceArray, empty, zeros
 from twell_numba.device.gpu.gemm import matmul
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays
@@ -33,12 +36,14 @@ from twell_numba.kernels.twell.cuda_backward import (
     backward_tail,
 )
 from twell_numba.kernels.twell.cuda_by_neuron import (
-    FEWEST_ROWS,
-    MOST_CHUNKS,
+    CHUNK_ROWS,
+    FEWEST_ENTRIES,
+    MOST_PARTS,
+    TILE_THREADS,
     add_chunks,
     add_neurons,
-    count_entries,
     list_entries,
+    mark_entries,
 )
 from twell_numba.kernels.twell.cuda_forward import forward_rows, forward_tail
 from twell_numba.kernels.twell.cuda_pack import (
@@ -47,8 +52,15 @@ from twell_numba.kernels.twell.cuda_pack import (
     count_rows,
     list_tail,
     mark_tail,
-    pack_aligned_tiles,
+    pack_rows,
     pack_tiles,
+)
+from twell_numba.kernels.twell.cuda_rows import (
+    add_gradients_of_part,
+    add_parts,
+    backward_row,
+    fits,
+    forward_row,
 )
 
 # Blocks that work on the tail, for each multiprocessor. Each has room of its own for a row of h.
@@ -141,7 +153,7 @@ def gated_ffn_backward(
     up_weight: DeviceArray,
     down_weight: DeviceArray,
     activations: DeviceActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     gate_grad: DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
@@ -155,7 +167,7 @@ def gated_ffn_backward(
         As given to the forward pass.
     activations : DeviceActivations
         From the forward pass.
-    l1_scale : float
+    l1_scale : float, or DeviceArray of float32, shape (1,)
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : DeviceArray, shape (F, D)
         Of x's dtype, or float32 for x in 16 bits; changed in place: the gradients are added.
@@ -207,7 +219,7 @@ def ffn_backward(
     up_weight: DeviceArray,
     down_weight: DeviceArray,
     activations: DeviceActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
 ) -> DeviceArray:
@@ -285,7 +297,7 @@ def _pack(
     tiles, stream = -(-neurons // tile), gate.stream
     sums = arithmetic_dtype(gate.dtype)
     places = (rows, tiles * slots)
-    overflows = empty(rows, np.uint8, stream)
+    overflows = zeros(-(-rows // 32), np.int32, stream)  # a bit a row
     packed = DeviceActivations(
         neurons=neurons,
         tile=tile,
@@ -305,14 +317,14 @@ def _pack(
     )
     layout = (rows, neurons, tile, tiles, slots)
     arrays = (packed.values, packed.columns, packed.counts)
-    blocks = pack_tiles.blocks_of_warps(rows * tiles)
     if tile == TILE_OF_A_WARP and _is_aligned(gate):
-        pack_aligned_tiles(blocks, gate, *arrays, rows, neurons, tiles, slots)
+        blocks = pack_rows.blocks_of_warps(rows)
+        pack_rows(blocks, gate, *arrays, overflows, rows, neurons, tiles, slots)
     else:
-        pack_tiles(blocks, gate, *arrays, *layout)
-    mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, tiles, slots)
+        pack_tiles(pack_tiles.blocks_of_warps(rows * tiles), gate, *arrays, *layout)
+        mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, tiles, slots)
     if rows:
-        list_tail(1, overflows, packed.tail_rows, packed.tail_count, rows)
+        list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
     if not gated:
         statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
         count_rows(count_rows.blocks_of_warps(rows), *arrays, gate, overflows, *statistics, *layout)
@@ -345,12 +357,14 @@ def _forward(
     y = empty(x.shape, x.dtype, x.stream)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     is_aligned = _is_aligned(x, up_weight, down_weight)
-    forward_rows(
-        forward_rows.blocks_of_warps(rows),
-        x, up_weight, down_weight, packed.values, packed.columns, packed.counts, packed.up_values,
-        y, *statistics, rows, width, packed.tile, packed.tiles, packed.slots, int(packed.gated),
-        is_aligned,
-    )  # fmt: skip
+    entries = (packed.values, packed.columns, packed.counts, packed.up_values)
+    arrays = (x, up_weight, down_weight, *entries, y, *statistics)
+    layout = (packed.tile, packed.tiles, packed.slots)
+    if is_aligned and fits(width):
+        forward_row(width, packed.gated)(rows, *arrays, *layout)
+    else:
+        blocks = forward_rows.blocks_of_warps(rows)
+        forward_rows(blocks, *arrays, rows, width, *layout, int(packed.gated), is_aligned)
     blocks = _tail_blocks(packed)
     hidden = empty((blocks, packed.neurons), arithmetic_dtype(x.dtype), x.stream)
     forward_tail(
@@ -367,62 +381,95 @@ def _backward(
     x: DeviceArray,
     weights: tuple[DeviceArray, DeviceArray, DeviceArray],
     packed: DeviceActivations,
-    l1_scale: float,
+    l1_scale: float | DeviceArray,
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
 ) -> DeviceArray:
     """Return dx; without a gate, Wu and its gradient stand in for the gate's."""
     rows, width = x.shape
     neurons, gated, stream = packed.neurons, int(packed.gated), x.stream
     sums = arithmetic_dtype(x.dtype)
-    scale = sums.type(l1_scale)
+    scale = scalar_on_gpu("l1_scale", l1_scale, sums, x)
     is_aligned = _is_aligned(dy, x, *weights, *gradients)
+    in_registers = bool(is_aligned) and fits(width)
     dx = empty(x.shape, x.dtype, stream)
     d_hidden = empty(packed.values.shape, sums, stream)
-    backward_rows(
-        backward_rows.blocks_of_warps(rows),
-        dy, *weights, packed.values, packed.columns, packed.counts, packed.up_values, scale,
-        d_hidden, dx, rows, width, packed.tile, packed.tiles, packed.slots, gated,
-        is_aligned,
-    )  # fmt: skip
+    entries = (packed.values, packed.columns, packed.counts, packed.up_values)
+    arrays = (dy, *weights, *entries, scale, d_hidden, dx)
+    layout = (packed.tile, packed.tiles, packed.slots)
+    if in_registers:
+        backward_row(width, packed.gated)(rows, *arrays, *layout)
+    else:
+        blocks = backward_rows.blocks_of_warps(rows)
+        backward_rows(blocks, *arrays, rows, width, *layout, gated, is_aligned)
     tail = (packed.tail_values, packed.tail_rows, packed.tail_count, scale)
     tail_layout = (neurons, width, int(packed.is_compact), gated, is_aligned)
     blocks = _tail_blocks(packed)
     coefficients = empty((blocks, 2, neurons), sums, stream)
     backward_tail(blocks, dy, x, *weights, *tail, coefficients, dx, *tail_layout)
     if rows and neurons and width:
-        lists = _list_by_neuron(packed)
-        add_gradients(
-            add_gradients.blocks_of_warps(neurons * -(-width // 256)),
-            dy, x, packed.values, packed.up_values, d_hidden, *lists, *gradients,
-            neurons, width, packed.tiles * packed.slots, gated, is_aligned,
-        )  # fmt: skip
+        _add_gradients(dy, x, packed, d_hidden, gradients, is_aligned, in_registers)
         blocks = min(neurons, TAIL_BLOCKS * x.gpu.multiprocessors) if blocks else 0
         parts = empty((blocks, 3, width), sums, stream)
         add_tail_gradients(blocks, dy, x, *weights[1:], *tail, parts, *gradients, *tail_layout)
     return dx
 
 
-def _list_by_neuron(packed: DeviceActivations) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+def _add_gradients(
+    dy: DeviceArray,
+    x: DeviceArray,
+    packed: DeviceActivations,
+    d_hidden: DeviceArray,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+    is_aligned: int,
+    in_registers: bool,
+) -> None:
+    """Add to the gradients what rows that are not in the tail give."""
+    neurons, width, row_slots = packed.neurons, x.shape[1], packed.tiles * packed.slots
+    lists = _list_by_neuron(packed)
+    starts, part_starts, part_neurons, *entries = lists
+    arrays = (dy, x, packed.values, packed.up_values, d_hidden)
+    gated = int(packed.gated)
+    if in_registers:
+        part_sums = empty((MOST_PARTS, 3, width), d_hidden.dtype, x.stream)
+        add_gradients_of_part(width, packed.gated)(
+            part_neurons.size, *arrays, *lists, *gradients, part_sums, neurons, row_slots
+        )
+        add_parts(neurons, part_sums, part_starts, *gradients, neurons, width, gated)
+    else:
+        blocks = add_gradients.blocks_of_warps(neurons * -(-width // 256))
+        layout = (neurons, width, row_slots, gated, is_aligned)
+        add_gradients(blocks, *arrays, starts, *entries, *gradients, *layout)
+
+
+def _list_by_neuron(packed: DeviceActivations) -> tuple[DeviceArray, ...]:
     """List every packed entry under its neuron, rows ascending.
 
     Returns
     -------
     neuron_starts : DeviceArray of int64, shape (F + 1,)
+    part_starts : DeviceArray of int32, shape (F + 2,)
+        Of each neuron's parts of its list, and of how many entries a part has at most.
+    part_neurons : DeviceArray of int32, shape (F + MOST_PARTS,)
+        Each part's neuron; as many as there are parts.
     entry_rows, entry_slots : DeviceArray of int32, shape (M * tiles * slots,)
         The entry's row and place in the row; as many as ``neuron_starts`` says.
     """
     (rows, neurons), stream = packed.shape, packed.values.stream
-    chunk_rows = max(FEWEST_ROWS, -(-rows // MOST_CHUNKS))
-    chunks = -(-rows // (4 * chunk_rows)) * 4  # see add_chunks
-    places = zeros((chunks, neurons), np.int32, stream)
+    chunks = -(-rows // CHUNK_ROWS)
+    masks = zeros((chunks, neurons), np.int32, stream)
+    places = empty((chunks, neurons), np.int32, stream)
     neuron_starts = empty(neurons + 1, np.int64, stream)
+    part_starts = empty(neurons + 2, np.int32, stream)
+    part_neurons = empty(neurons + MOST_PARTS, np.int32, stream)
     entry_rows = empty(packed.values.size, np.int32, stream)
     entry_slots = empty(packed.values.size, np.int32, stream)
     pattern = (packed.columns, packed.counts)
-    layout = (rows, neurons, packed.tile, packed.tiles, packed.slots, chunk_rows)
-    blocks = count_entries.blocks(-(-rows // chunk_rows) * packed.tiles)
-    count_entries(blocks, *pattern, places, *layout)
-    add_chunks(add_chunks.blocks(neurons), places, neuron_starts, neurons, chunks)
-    add_neurons(1, neuron_starts, neurons)
-    list_entries(blocks, *pattern, places, neuron_starts, entry_rows, entry_slots, *layout)
-    return neuron_starts, entry_rows, entry_slots
+    layout = (rows, neurons, packed.tile, packed.tiles, packed.slots)
+    blocks = mark_entries.blocks(rows * packed.tiles * TILE_THREADS)
+    mark_entries(blocks, *pattern, masks, *layout)
+    add_chunks(-(-neurons // 32), masks, places, neuron_starts, neurons, chunks)
+    parts = (part_starts, part_neurons, neurons, FEWEST_ENTRIES, MOST_PARTS)
+    add_neurons(1, neuron_starts, *parts)
+    lists = (neuron_starts, entry_rows, entry_slots)
+    list_entries(blocks, *pattern, masks, places, *lists, *layout)
+    return neuron_starts, part_starts, part_neurons, entry_rows, entry_slots

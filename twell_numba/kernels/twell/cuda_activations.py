@@ -1,6 +1,7 @@
 """What an activation-sparse forward pass on a GPU hands to its backward pass."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class DeviceActivations:
     fired : DeviceArray of bool, shape (F,)
         Whether the neuron's h was not 0 for at least one row.
     """
+
+    is_on_gpu: ClassVar[bool] = True
 
     neurons: int
     tile: int

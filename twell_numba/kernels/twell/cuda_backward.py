@@ -38,6 +38,7 @@ def backward_rows(
     d_hidden, dx, rows, width, tile, tiles, slots, gated, is_aligned,
 ):  # fmt: skip
     """Compute dh of every entry, and dx of rows that are not in the tail (of others, 0)."""
+    l1 = number(dy, load(l1_scale, 0))
     lane = global_thread() % 32
     row = global_thread() // 32
     while row < rows:
@@ -50,7 +51,7 @@ def backward_rows(
                     hidden *= load(up_values, place)
                 gradient = warp_dot(dy, dy, row * width, down_weight, weights, width, is_aligned)
                 # every lane stores it: each reads below what it wrote itself
-                store(d_hidden, place, gradient + l1_scale * sign(hidden, number(dy, 1)))
+                store(d_hidden, place, gradient + l1 * sign(hidden, number(dy, 1)))
         d = lane * 8
         while d - lane * 8 < width:
             sums = eight_zeros(dy)
@@ -77,6 +78,7 @@ def backward_tail(
     coefficients, dx, neurons, width, is_compact, gated, is_aligned,
 ):  # fmt: skip
     """Compute dx of rows in the tail, a block each; dg and du go to rows of ``coefficients``."""
+    l1 = number(dy, load(l1_scale, 0))
     thread = types.int64(cuda.threadIdx.x)
     warps = types.int64(cuda.blockDim.x) // 32
     pattern_start = types.int64(cuda.blockIdx.x) * 2 * neurons
@@ -98,7 +100,7 @@ def backward_tail(
                 if gated != 0:
                     up = warp_dot(x, x, row * width, up_weight, weights, width, is_aligned)
                 d_pattern = warp_dot(dy, dy, row * width, down_weight, weights, width, is_aligned)
-                d_pattern += l1_scale * sign(value * up, number(dy, 1))
+                d_pattern += l1 * sign(value * up, number(dy, 1))
                 d_up = d_pattern * value
                 d_pattern *= up
             if thread % 32 == 0:
@@ -177,6 +179,7 @@ def add_tail_gradients(
     hidden_of = cuda.shared.array(BATCH, types.float64)
     d_up_of = cuda.shared.array(BATCH, types.float64)
     d_pattern_of = cuda.shared.array(BATCH, types.float64)
+    l1 = number(x, load(l1_scale, 0))
     thread = types.int64(cuda.threadIdx.x)
     warps = types.int64(cuda.blockDim.x) // 32
     count = types.int64(load(tail_count, 0))
@@ -204,7 +207,7 @@ def add_tail_gradients(
                     d_hidden = warp_dot(
                         dy, dy, row * width, down_weight, weights, width, is_aligned
                     )
-                    d_hidden += l1_scale * sign(hidden, number(x, 1))
+                    d_hidden += l1 * sign(hidden, number(x, 1))
                 if thread % 32 == 0:
                     hidden_of[i] = hidden
                     d_up_of[i] = d_hidden * value

@@ -1,8 +1,8 @@
 """Packing on a GPU: the positive entries of a dense matrix, NaN included, as TwELL.
 
-A warp packs a tile of a row: each lane counts the entries of adjacent columns, a prefix sum tells
-it where its entries go, so that columns ascend. Rows of which a tile overflows are listed,
-ascending.
+A warp packs a row of tiles, or one tile: each lane counts the entries of adjacent columns, a
+prefix sum tells it where its entries go, so that columns ascend. Rows of which a tile overflows are
+marked, a bit each, and listed, ascending.
 """
 
 from twell_numba.device.gpu import kernel
@@ -18,7 +18,16 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.kernels.cuda_vectors import load_eight
-from twell_numba.kernels.twell.cuda_language import MOST_THREADS, block_prefix, warp_prefix
+from twell_numba.kernels.twell.cuda_language import (
+    MOST_THREADS,
+    ballot,
+    block_prefix,
+    count_bits,
+    is_bit_set,
+    set_bit,
+    warp_prefix,
+    warp_prefix_of_few,
+)
 
 # Columns of a tile that a warp takes with one load, eight a lane.
 TILE_OF_A_WARP = 256
@@ -64,27 +73,41 @@ def pack_tiles(gate, values, columns, counts, rows, neurons, tile, tiles, slots)
 
 
 @kernel()
-def pack_aligned_tiles(gate, values, columns, counts, rows, neurons, tiles, slots):
-    """Do the same for tiles of 256, of rows that can be read eight numbers at a time."""
+def pack_rows(gate, values, columns, counts, overflows, rows, neurons, tiles, slots):
+    """Pack rows in tiles of 256 that can be read eight numbers at a time; a warp takes a row.
+
+    Rows of which a tile overflows are marked, and their counts are 0.
+    """
     lane = global_thread() % 32
-    item = global_thread() // 32
+    row = global_thread() // 32
     column = lane * 8
-    while item < rows * tiles:
-        first = item % tiles * TILE_OF_A_WARP
-        start = item // tiles * neurons + first
-        eight = load_eight(gate, start, column, neurons - first, 1)  # 0 past the row's end
-        count = 0
-        for i in range(8):
-            if not eight[i] <= 0:
-                count += 1
-        place, total = warp_prefix(count)
-        if total <= slots:
-            place += item * slots
+    while row < rows:
+        start = row * neurons
+        is_full = 0
+        following = load_eight(gate, start, column, neurons, 1)  # 0 past the row's end
+        for t in range(tiles):
+            eight = following
+            following = load_eight(gate, start, (t + 1) * TILE_OF_A_WARP + column, neurons, 1)
+            count = types.int32(0)
             for i in range(8):
-                place = put_if_it_fires(values, columns, place, eight[i], column + i)
-        if lane == 0:
-            store(counts, item, total)
-        item += grid_threads() // 32
+                if not eight[i] <= 0:
+                    count = types.int32(count + 1)
+            total = types.int32(0)
+            if ballot(count) != 0:
+                before, total = warp_prefix_of_few(count)
+                if total > slots:
+                    is_full = 1
+                elif count > 0:
+                    place = (row * tiles + t) * slots + before
+                    for i in range(8):
+                        place = put_if_it_fires(values, columns, place, eight[i], column + i)
+            if lane == 0:
+                store(counts, row * tiles + t, total)
+        if is_full == 1 and lane == 0:
+            set_bit(overflows, row // 32, row % 32)
+            for t in range(tiles):
+                store(counts, row * tiles + t, 0)
+        row += grid_threads() // 32
 
 
 @kernel()
@@ -98,31 +121,32 @@ def mark_tail(counts, overflows, rows, tiles, slots):
             if load(counts, start + t) > slots:
                 is_full = 1
         if is_full == 1:
+            set_bit(overflows, row // 32, row % 32)
             for t in range(tiles):
                 store(counts, start + t, 0)
-        store(overflows, row, is_full)
         row += grid_threads()
 
 
 @kernel(threads=MOST_THREADS)
-def list_tail(overflows, tail_rows, tail_count, rows):
-    """List the marked rows; for one block."""
-    share = (rows + cuda.blockDim.x - 1) // cuda.blockDim.x
+def list_tail(overflows, tail_rows, tail_count, words):
+    """List the rows whose bits are set in ``words`` words; for one block."""
+    share = (words + cuda.blockDim.x - 1) // cuda.blockDim.x
     thread = types.int64(cuda.threadIdx.x)
-    stop = min(rows, (thread + 1) * share)
-    count = 0
-    row = thread * share
-    while row < stop:
-        if load(overflows, row) != 0:
-            count += 1
-        row += 1
+    stop = min(words, (thread + 1) * share)
+    count = types.int64(0)
+    word = thread * share
+    while word < stop:
+        count += count_bits(load(overflows, word))
+        word += 1
     place, total = block_prefix(count)
-    row = thread * share
-    while row < stop:
-        if load(overflows, row) != 0:
-            store(tail_rows, place, row)
-            place += 1
-        row += 1
+    word = thread * share
+    while word < stop:
+        if load(overflows, word) != 0:
+            for row in range(word * 32, word * 32 + 32):
+                if is_bit_set(overflows, row) == 1:
+                    store(tail_rows, place, row)
+                    place += 1
+        word += 1
     if thread == 0:
         store(tail_count, 0, total)
 
@@ -148,7 +172,7 @@ def count_rows(
     while row < rows:
         count = types.int32(0)
         total = number(values, 0)
-        if load(overflows, row) != 0:
+        if is_bit_set(overflows, row) == 1:
             neuron = lane
             while neuron < neurons:
                 value = load(gate, row * neurons + neuron)

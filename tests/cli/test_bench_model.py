@@ -1,0 +1,70 @@
+"""``twell bench model`` and ``twell bench train``."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from twell_numba.cli import twell
+
+SMALL = ["--set", "d_model=16", "--set", "d_ffn=64", "--set", "n_layers=2", "--set", "n_heads=2"]
+SMALL += ["--set", "context_length=16", "--set", "batch_size=2"]
+COMMON_KEYS = {
+    "operation",
+    "path",
+    "device",
+    "dtype",
+    "shape",
+    "nonzeros_per_token",
+    "dense_ms",
+    "sparse_ms",
+    "speedup",
+    "max_relative_error",
+    "tokens_per_ms",
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(twell, ["bench", *arguments, "--device", "cpu"])
+
+
+@pytest.mark.parametrize("command", ["model", "train"])
+def test_rows(command):
+    result = run(command, *SMALL, "--nonzeros", "3", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["path"] for row in rows] == ["dense", "twell", "auto (twell)"]
+    for row in rows:
+        assert row.keys() >= COMMON_KEYS
+        assert row["shape"] == {"M": 32, "D": 16, "F": 64, "L": 2}
+        assert row["nonzeros_per_token"] == pytest.approx(3, rel=0.5)
+        assert row["max_relative_error"] < 1e-5
+        assert row["dense_ms"] == rows[0]["sparse_ms"] > 0
+    assert ("milliseconds_by_part" in rows[0]) == (command == "train")
+
+
+@pytest.mark.parametrize("command", ["model", "train"])
+def test_a_table(command):
+    result = run(command, *SMALL)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "M = 32, D = 16, F = 64, L = 2, float32, cpu; milliseconds, medians"
+    assert [line.split()[3] for line in lines[2:]] == ["dense", "twell", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nonzeros", "32"], "fewer than half of the 64 neurons wanted"),
+        (["--nonzeros", "0"], "0"),
+        (["--set", "d_model=15"], "d_model=15"),
+        (["--preset", "huge"], "huge"),
+        (["--rounds", "3"], "20"),
+    ],
+)
+@pytest.mark.parametrize("command", ["model", "train"])
+def test_bad_requests_are_one_line(command, arguments, message):
+    result = run(command, *SMALL, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output

@@ -1,0 +1,35 @@
+"""Sums that grow from one micro-batch to the next."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+
+from twell_numba.kernels import cuda_sums  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_adds_an_array_to_another(rng, machine, dtype):
+    for size in machine.shapes([0, 1, 70], [65537, 1_000_003]):
+        target, source = (rng.integers(-99, 99, size).astype(dtype) for _ in range(2))
+        on_gpu = machine.upload(target)
+        cuda_sums.add_into(on_gpu, machine.upload(source))
+        np.testing.assert_array_equal(on_gpu.to_numpy(), target + source)
+
+
+def test_sets_what_is_true_in_another(rng, machine):
+    for size in machine.shapes([0, 1, 70], [65537, 1_000_003]):
+        target, source = (rng.random(size) < 0.5 for _ in range(2))
+        on_gpu = machine.upload(target)
+        cuda_sums.or_into(on_gpu, machine.upload(source))
+        np.testing.assert_array_equal(on_gpu.to_numpy(), target | source)
+
+
+def test_adds_the_time_in_nanoseconds(machine):
+    totals = [machine.upload(np.zeros(1)) for _ in range(2)]
+    cuda_sums.add_time(totals[0])
+    cuda_sums.add_time(totals[1])
+    first, second = (float(total.to_numpy()[0]) for total in totals)
+    assert 0 < first <= second < first + 60e9
+    cuda_sums.add_time(totals[0])
+    assert float(totals[0].to_numpy()[0]) >= first + second

@@ -1,0 +1,133 @@
+"""Training on a GPU, emulated or real, gives what training on the CPU gives."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from twell_numba.device.arrays import to_host
+from twell_numba.train.config import from_settings
+from twell_numba.train.corpus import TokenCorpus
+from twell_numba.train.failure import Diverged
+from twell_numba.train.trainer import Trainer
+
+VOCABULARY = 11
+SMALL = {
+    "d_model": 8,
+    "d_ffn": 8,
+    "n_layers": 2,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "context_length": 4,
+    "batch_size": 2,
+    "steps": 20,
+    "learning_rate": 1e-2,
+    "l1_activation": 0.05,
+    "l1_warmup_steps": 3,
+    "gradient_clip": 0.5,
+    "precision": "float32",
+}
+
+
+def trainer_of(**changes):
+    tokens = np.random.default_rng(3).integers(0, VOCABULARY, 500)
+    tokenizer = SimpleNamespace(vocab_size=VOCABULARY)
+    corpus = TokenCorpus("text", 1, 500, tokenizer, tokens[:400], tokens[400:])
+    return Trainer(from_settings(SMALL | changes), corpus)
+
+
+def trainers_of(machine, **changes):
+    on_cpu, on_gpu = trainer_of(**changes), trainer_of(**changes)
+    on_gpu.move_to_gpu(machine.gpu.stream)
+    on_gpu.recorded.compile()
+    return on_cpu, on_gpu
+
+
+def require_equal_steps(on_cpu, on_gpu, steps, rtol=1e-4):
+    for _ in range(steps):
+        expected, actual = on_cpu.take_step(), on_gpu.take_step()
+        for name in ("loss", "l1_loss", "gradient_norm"):
+            assert getattr(actual, name) == pytest.approx(getattr(expected, name), rel=rtol), name
+        np.testing.assert_array_equal(actual.statistics.fired, expected.statistics.fired)
+        assert actual.statistics.nonzeros_per_token() == expected.statistics.nonzeros_per_token()
+        assert actual.seconds_by_part.keys() == expected.seconds_by_part.keys()
+    for name, parameter in on_cpu.parameters.items():
+        value = to_host(on_gpu.parameters[name].value)
+        np.testing.assert_allclose(value, parameter.value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ffn_path": "dense"},
+        {"ffn_path": "twell", "gradient_accumulation": 2, "n_layers": 1},
+        {"ffn": "two_matrix", "recompute": True, "tied_embeddings": False},
+    ],
+    ids=["dense", "twell", "two-matrix"],
+)
+def test_steps_are_those_of_the_cpu(machine, changes):
+    # the third step is the first one that is replayed
+    require_equal_steps(*trainers_of(machine, **changes), steps=3)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(machine):
+    _, trainer = trainers_of(machine, ffn_path="dense")
+    for _ in range(2):
+        trainer.take_step()
+    name = "model.norm.weight"
+    weight = to_host(trainer.parameters[name].value).copy()
+    trainer.parameters[name].value.copy_from(np.full_like(weight, np.inf))
+    trainer.recorded.discard()
+    before = {name: to_host(p.value) for name, p in trainer.parameters.items()}
+    moments = trainer.optimizer.state_arrays()
+    with pytest.raises(Diverged, match=r"step 3: the loss is nan, as weights in model\.norm"):
+        trainer.take_step()
+    assert trainer.step_count == 2
+    for name, parameter in trainer.parameters.items():
+        np.testing.assert_array_equal(to_host(parameter.value), before[name])
+    for name, moment in trainer.optimizer.state_arrays().items():
+        np.testing.assert_array_equal(moment, moments[name])
+
+
+def test_moments_go_with_the_weights(machine):
+    on_cpu, other = trainer_of(ffn_path="dense"), trainer_of(ffn_path="dense")
+    for _ in range(2):
+        on_cpu.take_step()
+        other.take_step()
+    other.move_to_gpu(machine.gpu.stream)
+    require_equal_steps(on_cpu, other, steps=2)
+    other.recorded.release()
+    for name, moment in on_cpu.optimizer.state_arrays().items():
+        np.testing.assert_allclose(
+            other.optimizer.state_arrays()[name], moment, rtol=1e-3, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("sparse_format", ["csr", "block_ell"])
+def test_zeros_are_frozen(machine, sparse_format):
+    changes = {
+        "target_density": 0.5,
+        "sparse_from": 3,
+        "l1_warmup_steps": 1,
+        "l1_activation": 0.0,
+        "sparse_format": sparse_format,
+        "block_size": 4,
+    }
+    require_equal_steps(*trainers_of(machine, **changes), steps=5)
+
+
+def test_dead_neurons_are_revived(machine):
+    _, trainer = trainers_of(
+        machine, ffn_path="dense", revive_dead=True, dead_neuron_window=1, l1_activation=100.0
+    )
+    for _ in range(3):
+        trainer.take_step()
+    name = "model.layers.0.mlp.gate_proj.weight"
+    before = to_host(trainer.parameters[name].value)
+    trainer.dead_neurons.last_fired[0] = 0
+    trainer._revive_dead()
+    dead = trainer.dead_neurons.dead()[0]
+    after = to_host(trainer.parameters[name].value)
+    change = after[dead] - 0.9 * before[dead]
+    assert 0 < np.abs(change).max() < 0.02
+    np.testing.assert_array_equal(after[~dead], before[~dead])

@@ -1,0 +1,118 @@
+"""Times of a training step: the sparse path against the dense one."""
+
+import dataclasses
+import gc
+import time
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from twell_numba.infer.model_problem import set_nonzeros, sparse_model
+from twell_numba.train.config import TrainConfig
+from twell_numba.train.corpus import TokenCorpus
+from twell_numba.train.trainer import StepResult, Trainer
+
+PATHS = ("dense", "twell", "auto")
+# A path's first steps compile, and record what the others replay.
+WARM_UP = 3
+
+
+def benchmark_step(
+    config: TrainConfig, vocabulary: int, nonzeros: float, rounds: int, stream: Any = None
+) -> list[dict[str, Any]]:
+    """Time whole training steps of a model with random weights on random tokens.
+
+    The learning rate is 0, so that as many neurons go on firing; the optimizer's work is done all
+    the same.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        Its sizes, batch and precision count.
+    vocabulary : int
+        V.
+    nonzeros : float
+        Neurons that fire for a token.
+    rounds : int
+        Timed steps of each path, after each other: two models may not fit beside each other.
+    stream : twell_numba.device.gpu.Stream, optional
+        Where it runs on a GPU.
+
+    Returns
+    -------
+    list of dict
+        One row a path, with the keys of ``twell bench --json``, and ``tokens_per_ms``,
+        ``milliseconds_by_part``, and of a GPU ``peak_memory_bytes`` and ``idle_fraction``: the part
+        of the time in which it had nothing to do. The error is that of a step's loss against the
+        dense path's.
+    """
+    config = dataclasses.replace(
+        config, learning_rate=1e-30, weight_decay=0.0, l1_activation=0.0, l1_warmup_steps=0
+    )
+    measured = {
+        path: _measure(config, path, vocabulary, nonzeros, rounds, stream) for path in PATHS
+    }
+    dense = measured["dense"]
+    dense_ms, dense_loss = dense["sparse_ms"], dense["loss"]
+    for row in measured.values():
+        row |= {"dense_ms": dense_ms, "speedup": dense_ms / row["sparse_ms"]}
+        row["max_relative_error"] = abs(row.pop("loss") - dense_loss) / dense_loss
+    return list(measured.values())
+
+
+def _measure(
+    config: TrainConfig, path: str, vocabulary: int, nonzeros: float, rounds: int, stream: Any
+) -> dict[str, Any]:
+    config = dataclasses.replace(config, ffn_path=path, steps=WARM_UP + rounds)
+    model = sparse_model(config.model_config(vocabulary), config.seed)
+    set_nonzeros(model, nonzeros, config.seed)
+    model.ffn_path = path
+    tokens = np.random.default_rng(config.seed).integers(0, vocabulary, 1 << 20)
+    tokenizer: Any = SimpleNamespace(vocab_size=vocabulary)
+    corpus = TokenCorpus("random", 1, tokens.size, tokenizer, tokens, tokens)
+    trainer = Trainer(config, corpus, model)
+    if stream is not None:
+        gc.collect()  # what the last path had, which refers to itself
+        stream.gpu.memory.reset_peak()
+        trainer.move_to_gpu(stream)
+    times, results = [], []
+    for _ in range(WARM_UP + rounds):
+        begin = time.perf_counter()
+        results.append(trainer.take_step())
+        times.append(1e3 * (time.perf_counter() - begin))
+    return _row(trainer, path, times[WARM_UP:], results[WARM_UP:], stream)
+
+
+def _row(
+    trainer: Trainer, path: str, times: list[float], results: list[StepResult], stream: Any
+) -> dict[str, Any]:
+    config = trainer.config
+    milliseconds = median(times)
+    parts = {
+        part: 1e3 * median(result.seconds_by_part[part] for result in results)
+        for part in results[0].seconds_by_part
+    }
+    taken = sorted(set(results[-1].statistics.paths))
+    return {
+        "operation": "training step",
+        "path": path if path != "auto" else f"auto ({', '.join(taken)})",
+        "device": trainer.model.device,
+        "dtype": str(trainer.model.dtype),
+        "shape": {
+            "M": config.tokens_per_step,
+            "D": config.d_model,
+            "F": config.d_ffn,
+            "L": config.n_layers,
+        },
+        "nonzeros_per_token": float(np.mean(results[-1].statistics.nonzeros_per_token())),
+        "sparse_ms": milliseconds,
+        "tokens_per_ms": config.tokens_per_step / milliseconds,
+        "peak_memory_bytes": None if stream is None else stream.gpu.memory.peak(),
+        "milliseconds_by_part": parts,
+        "idle_fraction": None
+        if stream is None
+        else max(0.0, 1 - sum(parts.values()) / milliseconds),
+        "loss": results[0].loss,
+    }
