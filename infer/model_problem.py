@@ -7,6 +7,7 @@ paths compute the same model. All layers have the same random weights, but for t
 is measured does not depend on them, and drawing a billion numbers takes long.
 """
 
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
@@ -41,7 +42,9 @@ def sparse_model(config: ModelConfig, seed: int) -> Transformer:
     return Transformer(config, weights, ffn_path="dense")
 
 
-def set_nonzeros(model: Transformer, nonzeros: float, seed: int) -> None:
+def set_nonzeros(
+    model: Transformer, nonzeros: float, seed: int, changed: Callable[[], object] = lambda: None
+) -> None:
     """Set the offsets of a model's gates so that so many neurons fire for a token, in all layers.
 
     Parameters
@@ -52,6 +55,8 @@ def set_nonzeros(model: Transformer, nonzeros: float, seed: int) -> None:
         At least 1, and fewer than half of the neurons.
     seed : int
         Of the random tokens that this is measured with.
+    changed : callable
+        Called when weights have been changed.
     """
     config = model.config
     wanted = _quantile(nonzeros / config.d_ffn)
@@ -62,6 +67,7 @@ def set_nonzeros(model: Transformer, nonzeros: float, seed: int) -> None:
     for _ in range(CALIBRATIONS):
         for ffn, offset in zip(model.ffn_layers, offsets, strict=True):
             _set_first_column(ffn.parameters()[0], offset)
+        changed()
         model.logits(tokens)
         quantiles = np.array([_quantile(ffn.statistics.density) for ffn in model.ffn_layers])
         # An offset is as many standard deviations of the pre-activation as it is large.

@@ -22,6 +22,8 @@ PAUSE_SECONDS = 0.12
 # On a GPU: work that is shorter is repeated, so that the start of a graph (5 to 10 us) hardly
 # counts; but not more often than that.
 SHORTEST_MILLISECONDS = 0.5
+# Longer ones are not run once untimed before each time.
+LONG_MILLISECONDS = 50.0
 MOST_REPEATS = 50
 
 
@@ -110,8 +112,10 @@ class _GPUWork:
         for _ in range(3):  # compilation, plans, and what a call learns for the next
             call()
         self._repeat(1)
-        self.time()
-        shorter = SHORTEST_MILLISECONDS / max(self.time(), 1e-3)
+        self._is_long = False
+        milliseconds = self.time()
+        self._is_long = milliseconds > LONG_MILLISECONDS
+        shorter = SHORTEST_MILLISECONDS / max(milliseconds, 1e-3)
         if shorter > 1:
             self._repeat(min(math.ceil(shorter), MOST_REPEATS))
 
@@ -130,7 +134,8 @@ class _GPUWork:
 
     def time(self) -> float:
         """Return the milliseconds of one call."""
-        self._run()
+        if not self._is_long:
+            self._run()
         before = self._stream.record(timing=True)
         self._run()
         return self._stream.record(timing=True).milliseconds_since(before) / self._repeats

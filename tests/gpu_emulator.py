@@ -128,6 +128,9 @@ class EmulatedGPU:
     def free_and_total(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
 
+    def peak(self) -> int:
+        return 1
+
     def region_of(self, address: int) -> tuple[int, int]:
         """Return where the block that holds an address begins and ends."""
         for start, nbytes in self.regions.items():
@@ -275,7 +278,8 @@ class Block:
                 )
                 continue
             for lane in lanes:
-                answers[lane] = requests[(lane - warp) ^ distance][1]
+                source = distance if what == "broadcast" else (lane - warp) ^ distance
+                answers[lane] = requests[source][1]
 
 
 def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None:
@@ -288,7 +292,8 @@ def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None
 
 
 def _threads(kernel: launch.Kernel) -> int:
-    return min(kernel.options.threads, MOST_THREADS)
+    threads = kernel.options.threads
+    return threads if threads <= 2 * MOST_THREADS else MOST_THREADS
 
 
 class _Meetings(ast.NodeTransformer):
@@ -314,6 +319,9 @@ class _Meetings(ast.NodeTransformer):
             return ast.Yield(ast.Tuple(request, ast.Load()))
         if name == "cuda.shfl_xor_sync":
             request = [ast.Constant("shuffle"), *node.args[1:]]
+            return ast.Yield(ast.Tuple(request, ast.Load()))
+        if name == "cuda.shfl_sync":
+            request = [ast.Constant("broadcast"), *node.args[1:]]
             return ast.Yield(ast.Tuple(request, ast.Load()))
         if name in _OF_WARPS:
             operands = ast.Tuple(node.args, ast.Load())
@@ -352,6 +360,7 @@ class _Math:
     nan, inf, pi = np.nan, np.inf, np.pi
     exp, log, sqrt = staticmethod(np.exp), staticmethod(np.log), staticmethod(np.sqrt)
     cos, sin = staticmethod(np.cos), staticmethod(np.sin)
+    isnan = staticmethod(np.isnan)
 
 
 class _Index:
@@ -380,12 +389,21 @@ class _Local:
         return np.full(size, -1).astype(dtype)
 
 
+class _Atomic:
+    @staticmethod
+    def add(array: np.ndarray, index: Any, value: Any) -> Any:
+        old = array[index]
+        array[index] += value
+        return old
+
+
 class _Cuda:
     block: Block
     threadIdx = _Index(lambda block: block.thread)
     blockIdx = _Index(lambda block: block.index)
     blockDim = _Index(lambda block: block.threads)
     gridDim = _Index(lambda block: block.blocks)
+    atomic = _Atomic
     shared = _Shared
     local = _Local
 
@@ -483,7 +501,7 @@ def _copy_ahead(words: np.ndarray, place: Any, pointer: Pointer, index: Any, is_
 
 
 # where the threads of a warp meet
-_OF_WARPS = ("shuffle", "multiply_add", "load_matrices", "load_transposed_matrices")
+_OF_WARPS = ("shuffle", "broadcast", "multiply_add", "load_matrices", "load_transposed_matrices")
 
 _EMULATED = {
     "load_four_words": lambda pointer, index: _words(pointer, index, 4),

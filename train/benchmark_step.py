@@ -36,7 +36,8 @@ def benchmark_step(
     nonzeros : float
         Neurons that fire for a token.
     rounds : int
-        Timed steps of each path, after each other: two models may not fit beside each other.
+        Timed steps of each path, after each other: what is recorded for two may not fit beside
+        each other.
     stream : twell_numba.device.gpu.Stream, optional
         Where it runs on a GPU.
 
@@ -49,11 +50,20 @@ def benchmark_step(
         dense path's.
     """
     config = dataclasses.replace(
-        config, learning_rate=1e-30, weight_decay=0.0, l1_activation=0.0, l1_warmup_steps=0
+        config,
+        learning_rate=1e-30,
+        weight_decay=0.0,
+        l1_activation=0.0,
+        l1_warmup_steps=0,
+        steps=len(PATHS) * (WARM_UP + rounds),
     )
-    measured = {
-        path: _measure(config, path, vocabulary, nonzeros, rounds, stream) for path in PATHS
-    }
+    trainer = _trainer(config, vocabulary, nonzeros, stream)
+    # All paths see the same tokens, step by step.
+    start = trainer.sampler.state_dict()
+    measured = {}
+    for path in PATHS:
+        trainer.sampler.load_state_dict(start)
+        measured[path] = _measure(trainer, path, rounds, stream)
     dense = measured["dense"]
     dense_ms, dense_loss = dense["sparse_ms"], dense["loss"]
     for row in measured.values():
@@ -62,21 +72,27 @@ def benchmark_step(
     return list(measured.values())
 
 
-def _measure(
-    config: TrainConfig, path: str, vocabulary: int, nonzeros: float, rounds: int, stream: Any
-) -> dict[str, Any]:
-    config = dataclasses.replace(config, ffn_path=path, steps=WARM_UP + rounds)
+def _trainer(config: TrainConfig, vocabulary: int, nonzeros: float, stream: Any) -> Trainer:
     model = sparse_model(config.model_config(vocabulary), config.seed)
-    set_nonzeros(model, nonzeros, config.seed)
-    model.ffn_path = path
     tokens = np.random.default_rng(config.seed).integers(0, vocabulary, 1 << 20)
     tokenizer: Any = SimpleNamespace(vocab_size=vocabulary)
     corpus = TokenCorpus("random", 1, tokens.size, tokenizer, tokens, tokens)
     trainer = Trainer(config, corpus, model)
-    if stream is not None:
+    if stream is None:
+        set_nonzeros(model, nonzeros, config.seed)
+    else:
+        trainer.move_to_gpu(stream)
+        assert trainer.recorded is not None
+        set_nonzeros(model, nonzeros, config.seed, trainer.recorded.flat.refresh_copy)
+    return trainer
+
+
+def _measure(trainer: Trainer, path: str, rounds: int, stream: Any) -> dict[str, Any]:
+    trainer.model.ffn_path = path
+    if trainer.recorded is not None:
+        trainer.recorded.forget()
         gc.collect()  # what the last path had, which refers to itself
         stream.gpu.memory.reset_peak()
-        trainer.move_to_gpu(stream)
     times, results = [], []
     for _ in range(WARM_UP + rounds):
         begin = time.perf_counter()

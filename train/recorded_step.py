@@ -133,6 +133,12 @@ class RecordedStep:
         self.flat.grad.fill_with_zeros()
         self._sums.fill_with_zeros()
 
+    def forget(self) -> None:
+        """Let go of what is recorded of micro-batches, and its memory."""
+        self.discard()
+        self._stream.synchronize()
+        self._recorded.clear()
+
     def compile(self) -> None:
         """Compile what a step needs, on every path that it may take; changes no weight."""
         self._l1_scale.fill_with_zeros()

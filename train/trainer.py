@@ -414,8 +414,8 @@ def compute_dtype(config: TrainConfig, gpu: Any) -> np.dtype:
     Parameters
     ----------
     config : TrainConfig
-        At the precision ``auto``, only models of a certain width are computed in 16 bits: in smaller
-        ones rounding costs more than it saves.
+        At the precision ``auto``, only models of a certain width are computed in 16 bits: in
+        smaller ones rounding costs more than it saves.
     gpu : twell_numba.device.gpu.GPU
 
     Raises

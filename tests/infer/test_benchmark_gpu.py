@@ -18,6 +18,7 @@ from twell_numba.infer.ffn_problem import (
     default_shape,
     firing_neurons,
 )
+from twell_numba.layers import ffn
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
@@ -44,7 +45,8 @@ def device(machine, monkeypatch):
     ("dtype", "nonzeros", "path"),
     [("float32", 0.05, "twell"), ("bfloat16", 12, "dense"), ("float16", 0.05, "twell")],
 )
-def test_rows(device, dtype, nonzeros, path):
+def test_rows(device, monkeypatch, dtype, nonzeros, path):
+    monkeypatch.setattr(ffn, "GPU_AUTO_SIZE", 0)
     problem = FFNProblem(FFNShape(3, 8, 24, nonzeros), 0, dtype, device)
     for backward in (False, True):
         rows = benchmark_ffn(problem, rounds=1, backward=backward)
