@@ -174,7 +174,11 @@ _TITLES = {"products": "dense products", "attention": "16-bit attention kernels"
 
 
 def _package_problems(packages: list[PackageState]) -> list[str]:
-    missing = [state.package for state in packages if state.version is None]
+    missing = [
+        state.package
+        for state in packages
+        if state.version is None and not state.package.has_substitute
+    ]
     problems = []
     if missing:
         names = ", ".join(package.name for package in missing)

@@ -459,11 +459,6 @@ def _load_shared_words(words: np.ndarray, index: Any) -> tuple[Any, ...]:
     return tuple(words[index : index + 4])
 
 
-def _pointer_into(words: np.ndarray, pointer: Pointer) -> Pointer:
-    address = words.ctypes.data
-    return Pointer(address, address, address + words.nbytes, pointer.dtype)
-
-
 def _multiply_add(operands: list[Any]) -> None:
     """Do what a warp's lanes together do in ``tensor_cores.multiply_add``."""
     dtype = operands[0][0].dtype
@@ -517,7 +512,6 @@ _EMULATED = {
     "wait_for_copies": lambda: None,
     "wait_for_older_copies": lambda: None,
     "wait_for_newest_copies": lambda: None,
-    "pointer_into": _pointer_into,
     "low_halves": lambda first, second: (first & 0xFFFF) | (second << 16),
     "high_halves": lambda first, second: (first >> 16) | (second & 0xFFFF0000),
     "arithmetic_type": _arithmetic_type,

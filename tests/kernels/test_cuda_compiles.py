@@ -14,7 +14,7 @@ FAMILIES = sorted(
     path.parent.name for path in Path(twell_numba.kernels.__file__).parent.glob("*/cuda.py")
 )
 # Modules with kernels beside those in a family's ``cuda.py``.
-SHARED = ["cuda_scalars", "cuda_sums", "csr.cuda_held", "block_ell.cuda_tensor_cores"]
+SHARED = ["cuda_scalars", "cuda_sums", "block_ell.cuda_tensor_cores"]
 # Modules whose kernels take 16 bits alone, from compute capability 8.0 on.
 ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores"]
 
@@ -88,11 +88,6 @@ def signatures(dtype):
             "_gather_narrow": (array, "int32*", "int32*", array, array, size, size),
             "_left": (array, array, index, index, array, size, size, size),
             "_sample": (array, "int32*", "int32*", array, array, *[size] * 4),
-        },
-        "csr.cuda_held": {
-            "gather_held": (array, "int32*", "int32*", array, wide_array, *[size] * 4),
-            "sample_held": ("int32*", "int32*", array, array, wide_array, *[size] * 4),
-            "add_parts": (wide_array, array, size, size),
         },
         "dense_ffn": {
             "_gated_relu": (array, array, array, size, size),
@@ -247,16 +242,16 @@ def twell_signatures(array, wide_array):
         "add_statistics": (counts, wide_array, "float64*", size),
         "count_rows": (*packed, array, counts, *statistics, *[size] * 5),
         "forward_rows": (array, array, array, *packed, array, array, *statistics, *[size] * 7),
-        "forward_tail": (*[array] * 3, *tail, wide_array, array, *statistics, *[size] * 5),
+        "tail_up": (array, array, *tail, array, *[size] * 4),
+        "tail_d_hidden": (array, array, *tail, "float32*", array, array, *[size] * 5),
+        "tail_outputs": (array, *tail, array, array, *statistics, *[size] * 5),
+        "tail_inputs": (array, array, *tail, *[array] * 3, *[size] * 5),
+        "tail_gradients": (array, array, *tail, *[array] * 2, *[wide_array] * 3, *[size] * 5),
         "backward_rows": (
             *[array] * 4, *packed, array, wide_array, wide_array, array, *[size] * 7,
         ),
-        "backward_tail": (*[array] * 5, *tail, "float32*", wide_array, array, *[size] * 5),
         "add_gradients": (
             *[array] * 4, wide_array, *lists, *[wide_array] * 3, *[size] * 5,
-        ),
-        "add_tail_gradients": (
-            *[array] * 4, *tail, wide_array, wide_array, *[array] * 3, *[size] * 5,
         ),
         "add_parts": (wide_array, counts, *[array] * 3, *[size] * 3),
         "mark_entries": (*[columns, counts], counts, *[size] * 5),

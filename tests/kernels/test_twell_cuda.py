@@ -187,8 +187,15 @@ def compile_kernels_of(width, gated, dtype, targets):
     statistics, lists = ("int32*", sums, "bool*"), ("int64*", *["int32*"] * 4)
     kinds = {
         cuda_rows.forward_row: (*[array] * 3, *packed, array, array, *statistics, *sizes),
-        cuda_rows.backward_row: (*[array] * 4, *packed, array, sums, sums, array, *sizes),
-        cuda_rows.add_gradients_of_part: (*[array] * 4, sums, *lists, *[sums] * 4, *sizes[:2]),
+        cuda_rows.backward_row: (array, array, *packed, array, sums, array, *sizes),
+        cuda_rows.add_gradients_of_part: (
+            *[array] * 5,
+            sums,
+            sums,
+            *lists,
+            *[sums] * 4,
+            *sizes[:2],
+        ),
     }
     for factory, kinds_of_kernel in kinds.items():
         for target in targets:

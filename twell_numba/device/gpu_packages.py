@@ -25,12 +25,15 @@ class GPUPackage:
     is_required : bool
         Whether nothing works on a GPU without it. Without the others a kernel of this package's
         own does their work, slower.
+    has_substitute : bool
+        Whether a CUDA toolkit of the machine may do as well.
     """
 
     name: str
     wanted: str
     purpose: str
     is_required: bool = True
+    has_substitute: bool = False
 
 
 GPU_PACKAGES = (
@@ -38,11 +41,10 @@ GPU_PACKAGES = (
     GPUPackage("numba-cuda", "==0.30.*", "compiles kernels"),
     GPUPackage("cuda-bindings", "==13.*", "calls the driver"),
     GPUPackage("cuda-core", ">=1.0,<2", "launches kernels"),
-    # A CUDA toolkit of the machine has both too.
-    GPUPackage("nvidia-nvvm", "==13.0.*", "compiles kernels", is_required=False),
-    GPUPackage("nvidia-nvjitlink", "==13.0.*", "links kernels", is_required=False),
+    GPUPackage("nvidia-nvvm", "==13.0.*", "compiles kernels", False, has_substitute=True),
+    GPUPackage("nvidia-nvjitlink", "==13.0.*", "links kernels", False, has_substitute=True),
     GPUPackage("nvmath-python", ">=1.0,<2", "fast dense products", is_required=False),
-    GPUPackage("nvidia-cublas", "==13.0.*", "fast dense products", is_required=False),
+    GPUPackage("nvidia-cublas", ">=13.0,<13.2", "fast dense products", is_required=False),
     GPUPackage("nvidia-cudnn-frontend", ">=1.27,<1.29", "fast attention", is_required=False),
     GPUPackage("nvidia-cudnn-cu13", ">=9.19,<10", "fast attention", is_required=False),
 )

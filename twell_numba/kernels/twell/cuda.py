@@ -12,8 +12,8 @@ recorded in a graph. ``compact_tail`` keeps the tail's rows alone, which takes o
 
 Two sets of kernels work on the entries: a block holds a row in registers where D and the arrays'
 alignment allow it (:mod:`cuda_rows`); otherwise a warp takes a row, or a part of a neuron's
-gradients (:mod:`cuda_forward`, :mod:`cuda_backward`). A block takes a row of the tail. Every sum is
-in a fixed order, without atomics: the same bits in every run.
+gradients (:mod:`cuda_forward`, :mod:`cuda_backward`). The tail has kernels of its own
+(:mod:`cuda_tail`). Every sum is in a fixed order, without atomics: the same bits in every run.
 """
 
 from typing import Any
@@ -31,9 +31,7 @@ from twell_numba.kernels.device_ffn_checks import backward_arrays, forward_array
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_backward import (
     add_gradients,
-    add_tail_gradients,
     backward_rows,
-    backward_tail,
 )
 from twell_numba.kernels.twell.cuda_by_neuron import (
     CHUNK_ROWS,
@@ -45,7 +43,7 @@ from twell_numba.kernels.twell.cuda_by_neuron import (
     list_entries,
     mark_entries,
 )
-from twell_numba.kernels.twell.cuda_forward import forward_rows, forward_tail
+from twell_numba.kernels.twell.cuda_forward import forward_rows
 from twell_numba.kernels.twell.cuda_pack import (
     TILE_OF_A_WARP,
     copy_rows,
@@ -62,9 +60,16 @@ from twell_numba.kernels.twell.cuda_rows import (
     fits,
     forward_row,
 )
+from twell_numba.kernels.twell.cuda_tail import (
+    tail_d_hidden,
+    tail_gradients,
+    tail_inputs,
+    tail_outputs,
+    tail_up,
+)
 
-# Blocks that work on the tail, for each multiprocessor. Each has room of its own for a row of h.
-TAIL_BLOCKS = 4
+# Blocks that work on the tail, at most, for each multiprocessor.
+TAIL_BLOCKS = 8
 
 
 def relu_pack(
@@ -340,9 +345,9 @@ def _make_tail_compact(packed: DeviceActivations, gate: DeviceArray) -> None:
     packed.tail_values, packed.is_compact = tail, True
 
 
-def _tail_blocks(packed: DeviceActivations) -> int:
-    """Return how many blocks work on rows of the tail, which are at most so many."""
-    return min(packed.tail_values.shape[0], TAIL_BLOCKS * packed.values.gpu.multiprocessors)
+def _tail_blocks(packed: DeviceActivations, items: int) -> int:
+    """Return how many blocks work on so many items of the tail; an item takes a block or less."""
+    return min(items, TAIL_BLOCKS * packed.values.gpu.multiprocessors)
 
 
 def _is_aligned(*arrays: DeviceArray) -> int:
@@ -365,15 +370,65 @@ def _forward(
     else:
         blocks = forward_rows.blocks_of_warps(rows)
         forward_rows(blocks, *arrays, rows, width, *layout, int(packed.gated), is_aligned)
-    blocks = _tail_blocks(packed)
-    hidden = empty((blocks, packed.neurons), arithmetic_dtype(x.dtype), x.stream)
-    forward_tail(
-        blocks,
-        x, up_weight, down_weight, packed.tail_values, packed.tail_rows, packed.tail_count, hidden,
-        y, *statistics, packed.neurons, width, int(packed.is_compact), int(packed.gated),
-        is_aligned,
-    )  # fmt: skip
+    _forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
+
+
+def _forward_tail(
+    x: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    packed: DeviceActivations,
+    y: DeviceArray,
+    is_aligned: int,
+) -> None:
+    """Compute y, and what rows of h hold, for rows of the tail."""
+    tail = (packed.tail_values, packed.tail_rows, packed.tail_count)
+    statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
+    layout = (packed.neurons, x.shape[1], int(packed.is_compact))
+    up = _tail_up(x, up_weight, packed, is_aligned)
+    blocks = _tail_blocks(packed, packed.tail_values.shape[0] * -(-x.shape[1] // 256))
+    gated = int(packed.gated)
+    tail_outputs(blocks, down_weight, *tail, up, y, *statistics, *layout, gated, is_aligned)
+
+
+def _tail_up(
+    x: DeviceArray, up_weight: DeviceArray, packed: DeviceActivations, is_aligned: int
+) -> DeviceArray:
+    """Return u of rows of the tail; without a gate, an array without elements."""
+    tail = (packed.tail_values, packed.tail_rows, packed.tail_count)
+    rows, neurons = packed.tail_values.shape
+    up = empty((rows, neurons) if packed.gated else (0, 0), x.dtype, x.stream)
+    if packed.gated:
+        layout = (neurons, x.shape[1], int(packed.is_compact), is_aligned)
+        tail_up(_tail_blocks(packed, rows * -(-neurons // 32)), x, up_weight, *tail, up, *layout)
+    return up
+
+
+def _backward_tail(
+    dy: DeviceArray,
+    x: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    packed: DeviceActivations,
+    l1_scale: DeviceArray,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+    dx: DeviceArray,
+    is_aligned: int,
+) -> None:
+    """Compute dx for rows of the tail, and add what they give to the gradients."""
+    pattern_weight, up_weight, down_weight = weights
+    tail = (packed.tail_values, packed.tail_rows, packed.tail_count)
+    rows, neurons = packed.tail_values.shape
+    chunks = -(-x.shape[1] // 256)
+    layout = (neurons, x.shape[1], int(packed.is_compact), int(packed.gated), is_aligned)
+    up = _tail_up(x, up_weight, packed, is_aligned)
+    d_hidden = empty((rows, neurons), x.dtype, x.stream)
+    blocks = _tail_blocks(packed, rows * -(-neurons // 32))
+    tail_d_hidden(blocks, dy, down_weight, *tail, l1_scale, up, d_hidden, *layout)
+    blocks = _tail_blocks(packed, rows * chunks)
+    tail_inputs(blocks, pattern_weight, up_weight, *tail, up, d_hidden, dx, *layout)
+    blocks = _tail_blocks(packed, neurons * chunks if rows else 0)
+    tail_gradients(blocks, dy, x, *tail, up, d_hidden, *gradients, *layout)
 
 
 def _backward(
@@ -385,60 +440,72 @@ def _backward(
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
 ) -> DeviceArray:
     """Return dx; without a gate, Wu and its gradient stand in for the gate's."""
-    rows, width = x.shape
-    neurons, gated, stream = packed.neurons, int(packed.gated), x.stream
-    sums = arithmetic_dtype(x.dtype)
-    scale = scalar_on_gpu("l1_scale", l1_scale, sums, x)
+    scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
     is_aligned = _is_aligned(dy, x, *weights, *gradients)
-    in_registers = bool(is_aligned) and fits(width)
-    dx = empty(x.shape, x.dtype, stream)
-    d_hidden = empty(packed.values.shape, sums, stream)
-    entries = (packed.values, packed.columns, packed.counts, packed.up_values)
-    arrays = (dy, *weights, *entries, scale, d_hidden, dx)
-    layout = (packed.tile, packed.tiles, packed.slots)
-    if in_registers:
-        backward_row(width, packed.gated)(rows, *arrays, *layout)
+    dx = empty(x.shape, x.dtype, x.stream)
+    if is_aligned and fits(x.shape[1]):
+        _backward_in_registers(dy, x, weights, packed, scale, gradients, dx)
     else:
-        blocks = backward_rows.blocks_of_warps(rows)
-        backward_rows(blocks, *arrays, rows, width, *layout, gated, is_aligned)
-    tail = (packed.tail_values, packed.tail_rows, packed.tail_count, scale)
-    tail_layout = (neurons, width, int(packed.is_compact), gated, is_aligned)
-    blocks = _tail_blocks(packed)
-    coefficients = empty((blocks, 2, neurons), sums, stream)
-    backward_tail(blocks, dy, x, *weights, *tail, coefficients, dx, *tail_layout)
-    if rows and neurons and width:
-        _add_gradients(dy, x, packed, d_hidden, gradients, is_aligned, in_registers)
-        blocks = min(neurons, TAIL_BLOCKS * x.gpu.multiprocessors) if blocks else 0
-        parts = empty((blocks, 3, width), sums, stream)
-        add_tail_gradients(blocks, dy, x, *weights[1:], *tail, parts, *gradients, *tail_layout)
+        _backward_by_warps(dy, x, weights, packed, scale, gradients, dx, is_aligned)
+    _backward_tail(dy, x, weights, packed, scale, gradients, dx, is_aligned)
     return dx
 
 
-def _add_gradients(
+def _backward_in_registers(
     dy: DeviceArray,
     x: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
     packed: DeviceActivations,
-    d_hidden: DeviceArray,
+    l1_scale: DeviceArray,
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
-    is_aligned: int,
-    in_registers: bool,
+    dx: DeviceArray,
 ) -> None:
-    """Add to the gradients what rows that are not in the tail give."""
-    neurons, width, row_slots = packed.neurons, x.shape[1], packed.tiles * packed.slots
-    lists = _list_by_neuron(packed)
-    starts, part_starts, part_neurons, *entries = lists
-    arrays = (dy, x, packed.values, packed.up_values, d_hidden)
-    gated = int(packed.gated)
-    if in_registers:
-        part_sums = empty((MOST_PARTS, 3, width), d_hidden.dtype, x.stream)
+    """Add to the gradients and compute dx for rows that are not in the tail (for others, 0)."""
+    (rows, width), neurons = x.shape, packed.neurons
+    sums = arithmetic_dtype(x.dtype)
+    d_hidden = empty(packed.values.shape, sums, x.stream)
+    if rows and neurons:
+        lists = _list_by_neuron(packed)
+        _, part_starts, part_neurons, *_ = lists
+        part_sums = empty((MOST_PARTS, 3, width), sums, x.stream)
+        arrays = (dy, x, weights[2], packed.values, packed.up_values, l1_scale, d_hidden)
         add_gradients_of_part(width, packed.gated)(
-            part_neurons.size, *arrays, *lists, *gradients, part_sums, neurons, row_slots
-        )
+            part_neurons.size, *arrays, *lists, *gradients, part_sums, neurons,
+            packed.tiles * packed.slots,
+        )  # fmt: skip
+        gated = int(packed.gated)
         add_parts(neurons, part_sums, part_starts, *gradients, neurons, width, gated)
-    else:
-        blocks = add_gradients.blocks_of_warps(neurons * -(-width // 256))
-        layout = (neurons, width, row_slots, gated, is_aligned)
-        add_gradients(blocks, *arrays, starts, *entries, *gradients, *layout)
+    backward_row(width, packed.gated)(
+        rows, *weights[:2], packed.values, packed.columns, packed.counts, packed.up_values,
+        d_hidden, dx, packed.tile, packed.tiles, packed.slots,
+    )  # fmt: skip
+
+
+def _backward_by_warps(
+    dy: DeviceArray,
+    x: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    packed: DeviceActivations,
+    l1_scale: DeviceArray,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+    dx: DeviceArray,
+    is_aligned: int,
+) -> None:
+    """Do the same with rows of any width."""
+    (rows, width), neurons, gated = x.shape, packed.neurons, int(packed.gated)
+    d_hidden = empty(packed.values.shape, arithmetic_dtype(x.dtype), x.stream)
+    backward_rows(
+        backward_rows.blocks_of_warps(rows), dy, *weights, packed.values, packed.columns,
+        packed.counts, packed.up_values, l1_scale, d_hidden, dx, rows, width, packed.tile,
+        packed.tiles, packed.slots, gated, is_aligned,
+    )  # fmt: skip
+    if rows and neurons and width:
+        starts, _, _, *entries = _list_by_neuron(packed)
+        add_gradients(
+            add_gradients.blocks_of_warps(neurons * -(-width // 256)), dy, x, packed.values,
+            packed.up_values, d_hidden, starts, *entries, *gradients, neurons, width,
+            packed.tiles * packed.slots, gated, is_aligned,
+        )  # fmt: skip
 
 
 def _list_by_neuron(packed: DeviceActivations) -> tuple[DeviceArray, ...]:

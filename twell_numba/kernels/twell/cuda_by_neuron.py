@@ -9,7 +9,8 @@ Lists are cut into parts, to be worked on side by side: a few neurons can have m
     list of neuron j:   entries neuron_starts[j] to neuron_starts[j + 1]
     parts of neuron j:  parts part_starts[j] to part_starts[j + 1], at least one each
 
-Bound by the latency of few dependent steps.
+Bound by the latency of few dependent steps. On an H200, with 480000 entries of M = 16384 rows and
+F = 5632 neurons, 0.093 ms; 0.092, 0.100, 0.129 and 0.194 with 1, 4, 8 and 16 threads a tile.
 """
 
 from twell_numba.device.gpu import kernel
@@ -31,7 +32,7 @@ from twell_numba.kernels.twell.cuda_language import (
 CHUNK_ROWS = 32  # rows of a chunk: bits of a word
 FEWEST_ENTRIES = 64  # of a part that is not its neuron's last
 MOST_PARTS = 2048  # besides one for each neuron
-TILE_THREADS = 8  # that share a tile's entries, a power of two
+TILE_THREADS = 2  # that share a tile's entries, a power of two
 LIST_THREADS = 1024
 
 

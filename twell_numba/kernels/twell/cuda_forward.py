@@ -2,13 +2,14 @@
 
     u_i = x . Wu[j_i],  h_i = values_i u_i (values_i without a gate),  y = sum_i h_i Wd[j_i]
 
-for the entries i of a row of x, of neurons j_i.
+for the entries i of a row of x, of neurons j_i: of rows of any width, aligned or not, that a block
+does not hold in its registers (:mod:`cuda_rows`). A warp takes a row of x, and reads a row of the
+weights after the other: bound by their latency. On an H200, M = 2048, D = 128, F = 512, bfloat16,
+50 entries a row, a pass takes 0.116 ms, with rows in registers 0.064.
 """
 
 from twell_numba.device.gpu import kernel
 from twell_numba.device.gpu.language import (
-    block_sum,
-    cuda,
     global_thread,
     grid_threads,
     load,
@@ -23,7 +24,6 @@ from twell_numba.kernels.cuda_vectors import (
     store_eight,
     warp_dot,
 )
-from twell_numba.kernels.twell.cuda_language import MOST_THREADS
 
 
 @kernel()
@@ -69,53 +69,3 @@ def forward_rows(
             store_eight(y, row * width, d, width, sums, is_aligned)
             d += 256
         row += grid_threads() // 32
-
-
-@kernel(threads=MOST_THREADS)
-def forward_tail(
-    x, up_weight, down_weight, tail_values, tail_rows, tail_count, hidden_of_block, y, nonzeros,
-    absolute_sums, fired, neurons, width, is_compact, gated, is_aligned,
-):  # fmt: skip
-    """Compute y of rows in the tail, a block each; h goes to a row of ``hidden_of_block``."""
-    thread = types.int64(cuda.threadIdx.x)
-    warps = types.int64(cuda.blockDim.x) // 32
-    hidden_start = types.int64(cuda.blockIdx.x) * neurons
-    i = types.int64(cuda.blockIdx.x)
-    while i < load(tail_count, 0):
-        row = types.int64(load(tail_rows, i))
-        start = row * neurons
-        if is_compact != 0:
-            start = i * neurons
-        count = 0
-        total = number(x, 0)
-        neuron = thread // 32
-        while neuron < neurons:
-            hidden = load(tail_values, start + neuron)
-            if hidden <= 0:
-                hidden = number(x, 0)
-            elif gated != 0:
-                hidden *= warp_dot(x, x, row * width, up_weight, neuron * width, width, is_aligned)
-            if thread % 32 == 0:
-                store(hidden_of_block, hidden_start + neuron, hidden)
-                total += abs(hidden)
-                if hidden != 0:
-                    count += 1
-                    store(fired, neuron, 1)
-            neuron += warps
-        count_of_row = block_sum(count)
-        total_of_row = block_sum(total)
-        if gated != 0 and thread == 0:
-            store(nonzeros, row, count_of_row)
-            store(absolute_sums, row, total_of_row)
-        cuda.syncthreads()  # all of h is there
-        d = thread
-        while d < width:
-            sum_of_column = number(x, 0)
-            for neuron in range(neurons):
-                hidden = load(hidden_of_block, hidden_start + neuron)
-                if hidden != 0:
-                    sum_of_column += hidden * load(down_weight, neuron * width + d)
-            store(y, row * width + d, sum_of_column)
-            d += cuda.blockDim.x
-        cuda.syncthreads()  # the next row's h goes to the same place
-        i += cuda.gridDim.x

@@ -8,14 +8,13 @@ from twell_numba.device.gpu.language import (
     device_function,
     intrinsic,
     load,
-    number,
     store,
     types,
 )
 
 _i1, _i32 = ir.IntType(1), ir.IntType(32)
 
-# Of blocks in which threads work together on one row, or on a list.
+# Of blocks in which threads work together on a list.
 MOST_THREADS = 256
 
 
@@ -87,6 +86,12 @@ def bits_below(bit):
 
 
 @device_function
+def lowest_bit(word):
+    """Return which bit of a word, not negative and not 0, is the lowest that is set."""
+    return types.int64(count_bits((word & -word) - 1))
+
+
+@device_function
 def is_bit_set(words, index):
     """Return bit ``index`` of an array of int32, 0 or 1."""
     return (load(words, index // 32) >> (index % 32)) & 1
@@ -147,9 +152,3 @@ def sign(value, one):
     elif value < 0:
         result = -one
     return result
-
-
-@device_function
-def add(array, index, value):
-    """Add to a number that no other thread touches."""
-    store(array, index, number(array, load(array, index) + value))

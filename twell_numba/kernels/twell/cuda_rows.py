@@ -1,26 +1,50 @@
 """The kernels of activation-sparse layers in which a block holds a row in its registers, on a GPU.
 
-For rows of D numbers, at most 8192, that can be read eight at a time; the
-formulas are those of :mod:`cuda_forward` and :mod:`cuda_backward`, whose kernels take any other D.
-A block takes a row of x (or a part of a neuron's list), a thread of it ``8 * groups`` numbers of
-every row read, so that x, dy and all sums stay in registers and nothing is read twice:
+For rows of D numbers, at most 8192, that can be read eight at a time. A block takes a row of x (or
+a part of a neuron's list), a thread of it ``8 * groups`` numbers of every row read, so that x, dy
+and all sums stay in registers and nothing is read twice:
 
-    forward:    phase 1  u_i = x . Wu[j_i]       D / 8 / groups threads each add up their columns,
-                                                 then a warp, then the warps' sums by one thread
+    forward:    phase 1  u_i = x . Wu[j_i]       each thread adds up its columns, then a warp its
+                                                 threads, then one thread the warps
                 phase 2  y += h_i Wd[j_i]        each thread its columns
-    backward:   phase 1  dh_i = dy . Wd[j_i],    phase 2  dx += dg_i Wg[j_i] + du_i Wu[j_i]
-    gradients:  Wg += dg_i x[r_i],  Wu += du_i x[r_i],  Wd += h_i dy[r_i],  for the entries i of a
-                neuron's list, in rows r_i
+    gradients:  phase 1  dh_i = dy[r_i] . Wd[j],  Wd[j] += h_i dy[r_i]
+                phase 2  Wg[j] += dg_i x[r_i],  Wu[j] += du_i x[r_i]
+                         for the entries i of a neuron's list, in rows r_i
+    backward:   dx += dg_i Wg[j_i] + du_i Wu[j_i]
 
-Bound by what the second-level cache delivers: 4 D bytes an entry forward, 6 D backward, 4 D for the
-gradients, in 16 bits. So several entries' rows are asked for before the first is used (``unroll``).
-Compiled for each D: as constants D, groups and unroll make loops straight and registers of arrays.
+with h_i = g_i u_i, dg_i = dh_i u_i and du_i = dh_i g_i. dh is computed by neuron, where dy is read
+anyway: 8 D bytes an entry backward in 16 bits, 10 D if it were by row. Forward it is 4 D.
+
+Bound by what the second-level cache delivers, so the rows of several entries are asked for before
+the first is used. Dot products also need sums over lanes: among the gradients, four are folded into
+one another. Compiled for each D: as constants D and ``groups`` make loops straight and registers of
+arrays.
+
+Tried on an H200, M = 16384, D = 2048, F = 5632, bfloat16, 29 entries a row, neurons alike, in ms:
+
+    forward    128 threads, 4 entries at a time, 5 blocks on a multiprocessor      0.56
+               4 dot products folded into one another                              0.58
+               as many blocks as there is room for                                 0.63
+               2 or 8 entries at a time                                            0.62, 0.80
+               256 threads, 4 blocks                                               0.65
+               64 threads, 2 entries at a time, 9 blocks; rows of 1000 entries     0.51
+               then take a third longer
+               one loop for all entries, without loads past the last               0.75
+               the same with hints to the cache: weights last, x and y first       0.75
+    backward   dh and dx in one kernel, gradients in another: 0.85 + 0.61          1.46
+               dh with the gradients, its sums folded: 0.75 + 0.45                 1.19
+               the same, not folded: 0.96 + 0.45                                   1.42
+               one loop for all entries: 1.06 + 0.55                               1.61
+               the same, and dx of the columns' first half first: 1.06 + 0.52      1.58
+
+Reading alone goes at 8 to 9 TB/s, with dot products at 6 to 7.
 """
 
 import functools
 
 from twell_numba.device.gpu import Kernel, kernel
 from twell_numba.device.gpu.language import (
+    FULL_WARP,
     arithmetic_type,
     cuda,
     device_function,
@@ -35,6 +59,8 @@ from twell_numba.kernels.twell.cuda_language import sign, warp_prefix
 
 # Entries that a block lists in shared memory at a time.
 LIST = 128
+# Entries whose rows are asked for before the first is used.
+UNROLL = 4
 WIDEST = 8192
 
 
@@ -124,6 +150,28 @@ def dot_eight(own, first, numbers):
 
 
 @device_function
+def fold(numbers, pairs, step):
+    """Add pairs of numbers up over pairs of lanes, so that each lane has the sums of one of two."""
+    for i in range(pairs):
+        kept_here, sent = numbers[2 * i], numbers[2 * i + 1]
+        if cuda.threadIdx.x & step != 0:
+            kept_here, sent = sent, kept_here
+        numbers[i] = kept_here + cuda.shfl_xor_sync(FULL_WARP, sent, step)
+
+
+@device_function
+def sum_four_over_lanes(numbers):
+    """Return, in lane l, the warp's sum of number ``l % 4`` of four, in 6 exchanges, not 20."""
+    fold(numbers, 2, 1)
+    fold(numbers, 1, 2)
+    total = numbers[0]
+    total += cuda.shfl_xor_sync(FULL_WARP, total, 4)
+    total += cuda.shfl_xor_sync(FULL_WARP, total, 8)
+    total += cuda.shfl_xor_sync(FULL_WARP, total, 16)
+    return total
+
+
+@device_function
 def list_row(columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of):
     """List entries ``first`` to ``first + LIST`` of a row, count all; for a block's warp 0."""
     lane = cuda.threadIdx.x
@@ -150,21 +198,18 @@ def list_row(columns, counts, row, first, tile, tiles, slots, place_of, neuron_o
 
 
 @functools.cache
-def forward_row(
-    width: int, gated: bool, groups: int = 0, unroll: int = 4, resident: int = 0
-) -> Kernel:
+def forward_row(width: int, gated: bool) -> Kernel:
     """Return the kernel that computes u and y of a row that is not in the tail, a block a row.
 
     ``forward_row(width, gated)(rows, x, up_weight, down_weight, values, columns, counts, up_values,
     y, nonzeros, absolute_sums, fired, tile, tiles, slots)``; y of rows in the tail becomes 0.
-    ``resident`` blocks are to fit a multiprocessor; 0 leaves it open.
     """
-    groups = groups or groups_of(width)
+    groups = groups_of(width)
     threads, whole = threads_of(width, groups)
     stride, own_columns, warps = 8 * threads, 8 * groups, threads // 32
     parts = LIST * warps
 
-    @kernel(threads=threads, blocks_per_multiprocessor=resident)
+    @kernel(threads=threads, blocks_per_multiprocessor=max(1, 640 // threads))
     def forward_row(
         x, up_weight, down_weight, values, columns, counts, up_values, y, nonzeros, absolute_sums,
         fired, tile, tiles, slots,
@@ -180,7 +225,7 @@ def forward_row(
         total_of = cuda.shared.array(1, types.int32)
         own = cuda.local.array(own_columns, arithmetic_type(x))
         sums = cuda.local.array(own_columns, arithmetic_type(x))
-        dots = cuda.local.array(unroll, arithmetic_type(x))
+        dots = cuda.local.array(UNROLL, arithmetic_type(x))
         if thread < 32:
             list_row(columns, counts, row, 0, tile, tiles, slots, place_of, neuron_of, total_of)
         for g in range(groups):
@@ -196,19 +241,19 @@ def forward_row(
             n = types.int32(min(total - first, LIST))
             if gated:
                 i = types.int32(0)
-                while i + unroll <= n:
-                    for r in range(unroll):
+                while i + UNROLL <= n:
+                    for r in range(UNROLL):
                         start = types.int64(neuron_of[i + r]) * width + d
                         dot = number(x, 0)
                         for g in range(groups):
                             numbers = load_if(mine, up_weight, start + g * stride)
                             dot += dot_eight(own, g * 8, numbers)
                         dots[r] = dot
-                    for r in range(unroll):
+                    for r in range(UNROLL):
                         dot = warp_sum(dots[r])
                         if thread % 32 == 0:
                             part_of[(i + r) * warps + thread // 32] = dot
-                    i = types.int32(i + unroll)
+                    i = types.int32(i + UNROLL)
                 while i < n:
                     start = types.int64(neuron_of[i]) * width + d
                     dot = number(x, 0)
@@ -239,14 +284,14 @@ def forward_row(
                     i = types.int32(i + 32)
             cuda.syncthreads()  # h is there
             i = types.int32(0)
-            while i + unroll <= n:
-                for r in range(unroll):
+            while i + UNROLL <= n:
+                for r in range(UNROLL):
                     start = types.int64(neuron_of[i + r]) * width + d
                     hidden = hidden_of[i + r]
                     for g in range(groups):
                         numbers = load_if(mine, down_weight, start + g * stride)
                         add_scaled_to(sums, g * 8, hidden, numbers)
-                i = types.int32(i + unroll)
+                i = types.int32(i + UNROLL)
             while i < n:
                 start = types.int64(neuron_of[i]) * width + d
                 hidden = hidden_of[i]
@@ -276,27 +321,21 @@ def forward_row(
 
 
 @functools.cache
-def backward_row(
-    width: int, gated: bool, groups: int = 0, unroll: int = 4, resident: int = 0, halves: int = 3
-) -> Kernel:
-    """Return the kernel that computes dh and dx of a row that is not in the tail, a block a row.
+def backward_row(width: int, gated: bool) -> Kernel:
+    """Return the kernel that computes dx of a row that is not in the tail, a block a row.
 
-    ``backward_row(width, gated)(rows, dy, pattern_weight, up_weight, down_weight, values, columns,
-    counts, up_values, l1_scale, d_hidden, dx, tile, tiles, slots)``; dx of rows in the tail becomes
-    0.
-    ``halves``: 1 computes dh alone, 2 takes dh as given, 3 does both.
+    ``backward_row(width, gated)(rows, pattern_weight, up_weight, values, columns, counts,
+    up_values, d_hidden, dx, tile, tiles, slots)``; dx of rows in the tail becomes 0.
     """
-    groups = groups or groups_of(width)
+    groups = groups_of(width)
     threads, whole = threads_of(width, groups)
-    stride, own_columns, warps = 8 * threads, 8 * groups, threads // 32
-    parts = LIST * warps
-    pairs = max(1, unroll // 2) if gated else unroll
-    with_dots, with_sums = halves in (1, 3), halves in (2, 3)
+    stride, own_columns = 8 * threads, 8 * groups
+    entries = UNROLL // 2 if gated else UNROLL  # two rows are read of each, or one
 
-    @kernel(threads=threads, blocks_per_multiprocessor=resident)
+    @kernel(threads=threads, blocks_per_multiprocessor=max(1, 640 // threads))
     def backward_row(
-        dy, pattern_weight, up_weight, down_weight, values, columns, counts, up_values, l1_scale,
-        d_hidden, dx, tile, tiles, slots,
+        pattern_weight, up_weight, values, columns, counts, up_values, d_hidden, dx, tile, tiles,
+        slots,
     ):  # fmt: skip
         thread = cuda.threadIdx.x
         row = types.int64(cuda.blockIdx.x)
@@ -304,145 +343,103 @@ def backward_row(
         mine = whole or d < width
         place_of = cuda.shared.array(LIST, types.int32)
         neuron_of = cuda.shared.array(LIST, types.int32)
-        d_up_of = cuda.shared.array(LIST, arithmetic_type(dy))
-        d_pattern_of = cuda.shared.array(LIST, arithmetic_type(dy))
-        part_of = cuda.shared.array(parts, arithmetic_type(dy))
+        d_up_of = cuda.shared.array(LIST, arithmetic_type(dx))
+        d_pattern_of = cuda.shared.array(LIST, arithmetic_type(dx))
         total_of = cuda.shared.array(1, types.int32)
-        own = cuda.local.array(own_columns, arithmetic_type(dy))
-        sums = cuda.local.array(own_columns, arithmetic_type(dy))
-        dots = cuda.local.array(unroll, arithmetic_type(dy))
-        if thread < 32:
-            list_row(columns, counts, row, 0, tile, tiles, slots, place_of, neuron_of, total_of)
-        if with_dots:
-            for g in range(groups):
-                keep(own, g * 8, load_if(mine, dy, row * width + d + g * stride))
+        sums = cuda.local.array(own_columns, arithmetic_type(dx))
         for c in range(own_columns):
-            sums[c] = number(dy, 0)
-        l1 = number(dy, load(l1_scale, 0))
-        cuda.syncthreads()  # the list is there
-        total = types.int32(total_of[0])
+            sums[c] = number(dx, 0)
         first = types.int32(0)
+        total = types.int32(1)
         while first < total:
-            n = types.int32(min(total - first, LIST))
-            if with_dots:
-                i = types.int32(0)
-                while i + unroll <= n:
-                    for r in range(unroll):
-                        start = types.int64(neuron_of[i + r]) * width + d
-                        dot = number(dy, 0)
-                        for g in range(groups):
-                            numbers = load_if(mine, down_weight, start + g * stride)
-                            dot += dot_eight(own, g * 8, numbers)
-                        dots[r] = dot
-                    for r in range(unroll):
-                        dot = warp_sum(dots[r])
-                        if thread % 32 == 0:
-                            part_of[(i + r) * warps + thread // 32] = dot
-                    i = types.int32(i + unroll)
-                while i < n:
-                    start = types.int64(neuron_of[i]) * width + d
-                    dot = number(dy, 0)
-                    for g in range(groups):
-                        numbers = load_if(mine, down_weight, start + g * stride)
-                        dot += dot_eight(own, g * 8, numbers)
-                    dot = warp_sum(dot)
-                    if thread % 32 == 0:
-                        part_of[i * warps + thread // 32] = dot
-                    i = types.int32(i + 1)
-                cuda.syncthreads()  # all parts of dh are there
             if thread < 32:
-                i = types.int32(thread)
-                while i < n:
-                    place = row * tiles * slots + place_of[i]
-                    value = number(dy, load(values, place))
-                    up = number(dy, 1)
-                    if gated:
-                        up = number(dy, load(up_values, place))
-                    gradient = number(dy, 0)
-                    if with_dots:
-                        for w in range(warps):
-                            gradient += part_of[i * warps + w]
-                        gradient += l1 * sign(value * up, number(dy, 1))
-                        store(d_hidden, place, gradient)
-                    else:
-                        gradient = number(dy, load(d_hidden, place))
-                    d_up_of[i] = gradient * value
-                    d_pattern_of[i] = gradient * up
-                    i = types.int32(i + 32)
+                list_row(
+                    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of
+                )
+            cuda.syncthreads()  # the list is there
+            total = types.int32(total_of[0])
+            n = types.int32(min(total - first, LIST))
+            i = types.int32(thread)
+            while i < n:
+                place = row * tiles * slots + place_of[i]
+                gradient = number(dx, load(d_hidden, place))
+                if gated:
+                    d_up_of[i] = gradient * number(dx, load(values, place))
+                    gradient *= number(dx, load(up_values, place))
+                d_pattern_of[i] = gradient
+                i = types.int32(i + threads)
             cuda.syncthreads()  # du and dg are there
-            if with_sums:
-                i = types.int32(0)
-                while i + pairs <= n:
-                    for r in range(pairs):
-                        start = types.int64(neuron_of[i + r]) * width + d
-                        d_pattern = d_pattern_of[i + r]
-                        for g in range(groups):
-                            numbers = load_if(mine, pattern_weight, start + g * stride)
-                            add_scaled_to(sums, g * 8, d_pattern, numbers)
-                        if gated:
-                            d_up = d_up_of[i + r]
-                            for g in range(groups):
-                                numbers = load_if(mine, up_weight, start + g * stride)
-                                add_scaled_to(sums, g * 8, d_up, numbers)
-                    i = types.int32(i + pairs)
-                while i < n:
-                    start = types.int64(neuron_of[i]) * width + d
-                    d_pattern = d_pattern_of[i]
+            i = types.int32(0)
+            while i + entries <= n:
+                for r in range(entries):
+                    start = types.int64(neuron_of[i + r]) * width + d
+                    d_pattern = d_pattern_of[i + r]
                     for g in range(groups):
                         numbers = load_if(mine, pattern_weight, start + g * stride)
                         add_scaled_to(sums, g * 8, d_pattern, numbers)
                     if gated:
-                        d_up = d_up_of[i]
+                        d_up = d_up_of[i + r]
                         for g in range(groups):
                             numbers = load_if(mine, up_weight, start + g * stride)
                             add_scaled_to(sums, g * 8, d_up, numbers)
-                    i = types.int32(i + 1)
+                i = types.int32(i + entries)
+            while i < n:
+                start = types.int64(neuron_of[i]) * width + d
+                d_pattern = d_pattern_of[i]
+                for g in range(groups):
+                    numbers = load_if(mine, pattern_weight, start + g * stride)
+                    add_scaled_to(sums, g * 8, d_pattern, numbers)
+                if gated:
+                    d_up = d_up_of[i]
+                    for g in range(groups):
+                        numbers = load_if(mine, up_weight, start + g * stride)
+                        add_scaled_to(sums, g * 8, d_up, numbers)
+                i = types.int32(i + 1)
             first = types.int32(first + LIST)
             if first < total:
                 cuda.syncthreads()  # the list is not needed any more
-                if thread < 32:
-                    list_row(
-                        columns, counts, row, first, tile, tiles, slots, place_of, neuron_of,
-                        total_of,
-                    )  # fmt: skip
-                cuda.syncthreads()  # the next one is there
-        if with_sums:
-            for g in range(groups):
-                store_if(mine, dx, row * width + d + g * stride, kept(sums, g * 8))
+        for g in range(groups):
+            store_if(mine, dx, row * width + d + g * stride, kept(sums, g * 8))
 
     return backward_row
 
 
 @functools.cache
-def add_gradients_of_part(
-    width: int, gated: bool, groups: int = 0, unroll: int = 4, resident: int = 0
-) -> Kernel:
-    """Return the kernel that adds up the gradients of a part of a neuron's list, a block a part.
+def add_gradients_of_part(width: int, gated: bool) -> Kernel:
+    """Return the kernel that computes dh and gradients of a part of a neuron's list, a block each.
 
-    ``add_gradients_of_part(width, gated)(blocks, dy, x, values, up_values, d_hidden, neuron_starts,
-    part_starts, part_neurons, entry_rows, entry_slots, pattern_grad, up_grad, down_grad, part_sums,
-    neurons, row_slots)``, for at least as many blocks as there are parts. A neuron's first part is
-    added to the gradients, the others' sums go to ``part_sums``, three rows each: of Wd, Wg, Wu.
+    ``add_gradients_of_part(width, gated)(blocks, dy, x, down_weight, values, up_values, l1_scale,
+    d_hidden, neuron_starts, part_starts, part_neurons, entry_rows, entry_slots, pattern_grad,
+    up_grad, down_grad, part_sums, neurons, row_slots)``, for at least as many blocks as there are
+    parts. A neuron's first part is added to the gradients, the others' sums go to ``part_sums``,
+    three rows each: of Wd, Wg, Wu.
     """
-    groups = groups or groups_of(width)
+    groups = 1
     threads, whole = threads_of(width, groups)
-    stride, own_columns = 8 * threads, 8 * groups
+    stride, own_columns, warps = 8 * threads, 8 * groups, threads // 32
+    parts = LIST * warps
 
-    @kernel(threads=threads, blocks_per_multiprocessor=resident)
+    @kernel(threads=threads, blocks_per_multiprocessor=max(1, 1024 // threads))
     def add_gradients_of_part(
-        dy, x, values, up_values, d_hidden, neuron_starts, part_starts, part_neurons, entry_rows,
-        entry_slots, pattern_grad, up_grad, down_grad, part_sums, neurons, row_slots,
+        dy, x, down_weight, values, up_values, l1_scale, d_hidden, neuron_starts, part_starts,
+        part_neurons, entry_rows, entry_slots, pattern_grad, up_grad, down_grad, part_sums,
+        neurons, row_slots,
     ):  # fmt: skip
         row_of = cuda.shared.array(LIST, types.int32)
         hidden_of = cuda.shared.array(LIST, arithmetic_type(x))
+        # first what dh is to be multiplied by, then the products
         d_up_of = cuda.shared.array(LIST, arithmetic_type(x))
         d_pattern_of = cuda.shared.array(LIST, arithmetic_type(x))
+        part_of = cuda.shared.array(parts, arithmetic_type(x))
+        own = cuda.local.array(own_columns, arithmetic_type(x))
+        dots = cuda.local.array(UNROLL, arithmetic_type(x))
         down_sums = cuda.local.array(own_columns, arithmetic_type(x))
         pattern_sums = cuda.local.array(own_columns, arithmetic_type(x))
         up_sums = cuda.local.array(own_columns, arithmetic_type(x))
         thread = cuda.threadIdx.x
         part = types.int64(cuda.blockIdx.x)
         if part < load(part_starts, neurons):
+            l1 = number(x, load(l1_scale, 0))
             neuron = types.int64(load(part_neurons, part))
             size = types.int64(load(part_starts, neurons + 1))
             part_of_neuron = part - load(part_starts, neuron)
@@ -450,6 +447,8 @@ def add_gradients_of_part(
             end = min(types.int64(load(neuron_starts, neuron + 1)), entry + size)
             d = types.int64(thread) * 8
             mine = whole or d < width
+            for g in range(groups):
+                keep(own, g * 8, load_if(mine, down_weight, neuron * width + d + g * stride))
             for c in range(own_columns):
                 down_sums[c] = number(x, 0)
                 pattern_sums[c] = number(x, 0)
@@ -461,27 +460,60 @@ def add_gradients_of_part(
                 while i < n:
                     row = types.int64(load(entry_rows, entry + i))
                     place = row * row_slots + load(entry_slots, entry + i)
-                    hidden = number(x, load(values, place))
-                    d_pattern = number(x, load(d_hidden, place))
+                    value = number(x, load(values, place))
+                    up = number(x, 1)
                     if gated:
                         up = number(x, load(up_values, place))
-                        d_up_of[i] = d_pattern * hidden
-                        d_pattern *= up
-                        hidden *= up
                     row_of[i] = row
-                    hidden_of[i] = hidden
-                    d_pattern_of[i] = d_pattern
+                    hidden_of[i] = value * up
+                    d_up_of[i] = value
+                    d_pattern_of[i] = up
                     i = types.int32(i + threads)
                 cuda.syncthreads()  # the list is there
                 i = types.int32(0)
-                while i + unroll <= n:
-                    for r in range(unroll):
+                while i + UNROLL <= n:
+                    for r in range(UNROLL):
                         start = types.int64(row_of[i + r]) * width + d
                         hidden = hidden_of[i + r]
+                        dot = number(x, 0)
                         for g in range(groups):
                             numbers = load_if(mine, dy, start + g * stride)
+                            dot += dot_eight(own, g * 8, numbers)
                             add_scaled_to(down_sums, g * 8, hidden, numbers)
-                    for r in range(unroll):
+                        dots[r] = dot
+                    dot = sum_four_over_lanes(dots)
+                    lane = thread % 32
+                    if lane < UNROLL:
+                        part_of[(i + lane) * warps + thread // 32] = dot
+                    i = types.int32(i + UNROLL)
+                while i < n:
+                    start = types.int64(row_of[i]) * width + d
+                    hidden = hidden_of[i]
+                    dot = number(x, 0)
+                    for g in range(groups):
+                        numbers = load_if(mine, dy, start + g * stride)
+                        dot += dot_eight(own, g * 8, numbers)
+                        add_scaled_to(down_sums, g * 8, hidden, numbers)
+                    dot = warp_sum(dot)
+                    if thread % 32 == 0:
+                        part_of[i * warps + thread // 32] = dot
+                    i = types.int32(i + 1)
+                cuda.syncthreads()  # all parts of dh are there
+                i = types.int32(thread)
+                while i < n:
+                    gradient = number(x, 0)
+                    for w in range(warps):
+                        gradient += part_of[i * warps + w]
+                    gradient += l1 * sign(hidden_of[i], number(x, 1))
+                    place = types.int64(row_of[i]) * row_slots + load(entry_slots, entry + i)
+                    store(d_hidden, place, gradient)
+                    d_up_of[i] *= gradient
+                    d_pattern_of[i] *= gradient
+                    i = types.int32(i + threads)
+                cuda.syncthreads()  # du and dg are there
+                i = types.int32(0)
+                while i + UNROLL <= n:
+                    for r in range(UNROLL):
                         start = types.int64(row_of[i + r]) * width + d
                         d_pattern = d_pattern_of[i + r]
                         for g in range(groups):
@@ -489,14 +521,11 @@ def add_gradients_of_part(
                             add_scaled_to(pattern_sums, g * 8, d_pattern, numbers)
                             if gated:
                                 add_scaled_to(up_sums, g * 8, d_up_of[i + r], numbers)
-                    i = types.int32(i + unroll)
+                    i = types.int32(i + UNROLL)
                 while i < n:
                     start = types.int64(row_of[i]) * width + d
-                    hidden = hidden_of[i]
                     d_pattern = d_pattern_of[i]
                     for g in range(groups):
-                        numbers = load_if(mine, dy, start + g * stride)
-                        add_scaled_to(down_sums, g * 8, hidden, numbers)
                         numbers = load_if(mine, x, start + g * stride)
                         add_scaled_to(pattern_sums, g * 8, d_pattern, numbers)
                         if gated:
