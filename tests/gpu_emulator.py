@@ -26,7 +26,7 @@ from twell_numba.device.gpu import array as array_module
 from twell_numba.device.gpu import gemm, language, launch, pinned, recorded, tensor_cores
 from twell_numba.device.gpu.stream import Stream
 
-MOST_THREADS = 64  # of a block
+MOST_THREADS = 64  # of a block; more only of kernels that lay out their shared memory themselves
 
 
 class Memory:
@@ -278,8 +278,7 @@ class Block:
                 )
                 continue
             for lane in lanes:
-                source = distance if what == "broadcast" else (lane - warp) ^ distance
-                answers[lane] = requests[source][1]
+                answers[lane] = requests[(lane - warp) ^ distance][1]
 
 
 def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None:
@@ -293,7 +292,10 @@ def run_kernel(kernel: launch.Kernel, blocks: int, arguments: list[Any]) -> None
 
 def _threads(kernel: launch.Kernel) -> int:
     threads = kernel.options.threads
-    return threads if threads <= 2 * MOST_THREADS else MOST_THREADS
+    # Those for feedforward layers of one width have as many as their rows need.
+    if kernel.shared_memory or threads <= 2 * MOST_THREADS:
+        return threads
+    return MOST_THREADS
 
 
 class _Meetings(ast.NodeTransformer):
@@ -319,9 +321,6 @@ class _Meetings(ast.NodeTransformer):
             return ast.Yield(ast.Tuple(request, ast.Load()))
         if name == "cuda.shfl_xor_sync":
             request = [ast.Constant("shuffle"), *node.args[1:]]
-            return ast.Yield(ast.Tuple(request, ast.Load()))
-        if name == "cuda.shfl_sync":
-            request = [ast.Constant("broadcast"), *node.args[1:]]
             return ast.Yield(ast.Tuple(request, ast.Load()))
         if name in _OF_WARPS:
             operands = ast.Tuple(node.args, ast.Load())
@@ -389,21 +388,12 @@ class _Local:
         return np.full(size, -1).astype(dtype)
 
 
-class _Atomic:
-    @staticmethod
-    def add(array: np.ndarray, index: Any, value: Any) -> Any:
-        old = array[index]
-        array[index] += value
-        return old
-
-
 class _Cuda:
     block: Block
     threadIdx = _Index(lambda block: block.thread)
     blockIdx = _Index(lambda block: block.index)
     blockDim = _Index(lambda block: block.threads)
     gridDim = _Index(lambda block: block.blocks)
-    atomic = _Atomic
     shared = _Shared
     local = _Local
 
@@ -431,9 +421,9 @@ def _arithmetic_type(pointer: Pointer) -> Any:
     return pointer.arithmetic
 
 
-def _words(pointer: Pointer, index: Any, count: int) -> tuple[Any, ...]:
-    assert index % (2 * count) == 0, "words that are not aligned"
-    numbers = pointer._items[pointer.check(index) : pointer.check(index + 2 * count - 1) + 1]
+def _words(pointer: Pointer, index: Any) -> tuple[Any, ...]:
+    assert index % 8 == 0, "words that are not aligned"
+    numbers = pointer._items[pointer.check(index) : pointer.check(index + 7) + 1]
     return tuple(numbers.view(np.uint32))
 
 
@@ -441,22 +431,10 @@ def _numbers_of(pointer: Pointer, words: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(np.array(words, np.uint32).view(pointer.dtype).astype(np.float32))
 
 
-def _store_numbers(pointer: Pointer, index: Any, *numbers: Any) -> None:
-    assert index % len(numbers) == 0, "numbers that are not aligned"
-    for i, number in enumerate(numbers):
+def _store_words(pointer: Pointer, index: Any, words: tuple[Any, ...]) -> None:
+    assert index % 8 == 0, "words that are not aligned"
+    for i, number in enumerate(_numbers_of(pointer, words)):
         pointer.write(index + i, number)
-
-
-def _store_shared_words(words: np.ndarray, index: Any, four: tuple[Any, ...]) -> None:
-    assert index % 4 == 0, "words that are not aligned"
-    assert 0 <= index <= len(words) - 4, "words outside of shared memory"
-    words[index : index + 4] = four
-
-
-def _load_shared_words(words: np.ndarray, index: Any) -> tuple[Any, ...]:
-    assert index % 4 == 0, "words that are not aligned"
-    assert 0 <= index <= len(words) - 4, "words outside of shared memory"
-    return tuple(words[index : index + 4])
 
 
 def _multiply_add(operands: list[Any]) -> None:
@@ -491,29 +469,25 @@ def _load_matrices(places: list[Any], is_transposed: bool) -> list[Any]:
 
 
 def _copy_ahead(words: np.ndarray, place: Any, pointer: Pointer, index: Any, is_there: Any) -> None:
-    numbers = _words(pointer, index, 4)
-    _store_shared_words(words, place, numbers if is_there else (0, 0, 0, 0))
+    assert place % 4 == 0, "words that are not aligned"
+    assert 0 <= place <= len(words) - 4, "words outside of shared memory"
+    words[place : place + 4] = _words(pointer, index) if is_there else 0
 
 
 # where the threads of a warp meet
-_OF_WARPS = ("shuffle", "broadcast", "multiply_add", "load_matrices", "load_transposed_matrices")
+_OF_WARPS = ("shuffle", "multiply_add", "load_matrices", "load_transposed_matrices")
 
 _EMULATED = {
-    "load_four_words": lambda pointer, index: _words(pointer, index, 4),
-    "load_two_words": lambda pointer, index: _words(pointer, index, 2),
-    "load_shared_words": _load_shared_words,
-    "store_shared_words": _store_shared_words,
-    "store_four": _store_numbers,
-    "store_eight_numbers": _store_numbers,
-    "numbers_of": _numbers_of,
+    "load_four_words": _words,
+    "words_of": lambda pointer, *numbers: tuple(
+        np.array(numbers, np.float32).astype(pointer.dtype).view(np.uint32)
+    ),
+    "store_four_words": _store_words,
     "eight_numbers_of": _numbers_of,
     "copy_ahead": _copy_ahead,
     "end_of_copies": lambda: None,
     "wait_for_copies": lambda: None,
     "wait_for_older_copies": lambda: None,
-    "wait_for_newest_copies": lambda: None,
-    "low_halves": lambda first, second: (first & 0xFFFF) | (second << 16),
-    "high_halves": lambda first, second: (first >> 16) | (second & 0xFFFF0000),
     "arithmetic_type": _arithmetic_type,
     "cuda": _Cuda,
     "types": _Types,

@@ -172,8 +172,10 @@ def sum_four_over_lanes(numbers):
 
 
 @device_function
-def list_row(columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of):
-    """List entries ``first`` to ``first + LIST`` of a row, count all; for a block's warp 0."""
+def list_row(
+    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of, length
+):  # fmt: skip
+    """List ``length`` entries of a row from ``first`` on, and count all; for a block's warp 0."""
     lane = cuda.threadIdx.x
     listed = types.int64(0)
     start = types.int64(0)
@@ -185,7 +187,7 @@ def list_row(columns, counts, row, first, tile, tiles, slots, place_of, neuron_o
         before, total = warp_prefix(count)
         position = listed + before - first
         for slot in range(count):
-            if 0 <= position < LIST:
+            if 0 <= position < length:
                 place = t * slots + slot
                 place_of[position] = place
                 column = types.int64(load(columns, row * tiles * slots + place))
@@ -227,7 +229,9 @@ def forward_row(width: int, gated: bool) -> Kernel:
         sums = cuda.local.array(own_columns, arithmetic_type(x))
         dots = cuda.local.array(UNROLL, arithmetic_type(x))
         if thread < 32:
-            list_row(columns, counts, row, 0, tile, tiles, slots, place_of, neuron_of, total_of)
+            list_row(
+                columns, counts, row, 0, tile, tiles, slots, place_of, neuron_of, total_of, LIST
+            )  # fmt: skip
         for g in range(groups):
             keep(own, g * 8, load_if(mine, x, row * width + d + g * stride))
         for c in range(own_columns):
@@ -305,7 +309,7 @@ def forward_row(width: int, gated: bool) -> Kernel:
                 if thread < 32:
                     list_row(
                         columns, counts, row, first, tile, tiles, slots, place_of, neuron_of,
-                        total_of,
+                        total_of, LIST,
                     )  # fmt: skip
                 cuda.syncthreads()  # the next one is there
         for g in range(groups):
@@ -354,8 +358,9 @@ def backward_row(width: int, gated: bool) -> Kernel:
         while first < total:
             if thread < 32:
                 list_row(
-                    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of
-                )
+                    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of,
+                    LIST,
+                )  # fmt: skip
             cuda.syncthreads()  # the list is there
             total = types.int32(total_of[0])
             n = types.int32(min(total - first, LIST))
