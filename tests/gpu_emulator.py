@@ -207,13 +207,9 @@ class Pointer:
         first, last = (start - address) // dtype.itemsize, (end - address) // dtype.itemsize
         assert first <= 0
         self._limit = last
-        self._items = (
-            np.frombuffer((ctypes.c_char * max(end - address, 0)).from_address(address), dtype)[
-                : max(last, 0)
-            ]
-            if end
-            else np.empty(0, dtype)
-        )
+        items = max(last, 0) if end else 0
+        memory = (ctypes.c_char * (items * dtype.itemsize)).from_address(address)
+        self._items = np.frombuffer(memory, dtype)
 
     def check(self, index: Any) -> int:
         index = int(index)

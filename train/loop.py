@@ -180,6 +180,8 @@ class _Run:
     def _move_to_device(self) -> None:
         if self.stream is not None:
             self.trainer.move_to_gpu(self.stream)
+        elif self.config.precision == "bfloat16":
+            self.reporter.note("precision=bfloat16 is for GPUs; the CPU computes in float32")
 
     def _require_settings(self, trained_with: TrainConfig) -> None:
         try:

@@ -40,9 +40,9 @@ _MOST_RECORDINGS = 8
 # AdamW's coefficients, with weight decay and without.
 _COEFFICIENTS = 8
 # Places in the array of results: the sum of the losses, the sum of the gradient's squares, the
-# GPU's clock (summed over micro-batches) at four points, and for each layer its nonzeros and the
-# sum of |h|.
-_LOSS, _SQUARES, _BEGUN, _FORWARDED, _COMPUTED, _UPDATED, _LAYERS = range(7)
+# GPU's clock at five points (of the first three the sum over micro-batches), and for each layer its
+# nonzeros and the sum of |h|.
+_LOSS, _SQUARES, _BEGUN, _FORWARDED, _COMPUTED, _UPDATE_BEGUN, _UPDATED, _LAYERS = range(8)
 
 
 class Batch(NamedTuple):
@@ -154,11 +154,20 @@ class RecordedStep:
         self._run_update()
         self._stream.synchronize()
 
+    def compute_again(self, batch: Batch) -> None:
+        """Compute the gradient of a step that was not taken, to see what is wrong with it."""
+        self.discard()
+        self._compute(batch)
+        self._stream.synchronize()
+
     def release(self) -> None:
-        """Let go of recordings and their memory; the optimizer's arrays go back to the host."""
-        self._recorded.clear()
-        self._run_update = Recorded(self._update, self._stream)
+        """Let go of everything on the GPU; the optimizer's arrays go back to the host.
+
+        Of no use afterwards.
+        """
+        self._stream.synchronize()
         self._optimizer.move_to_host()
+        vars(self).clear()  # recordings refer to this object, which would keep it
 
     # ------------------------------------------------------------------ what is recorded
 
@@ -216,6 +225,7 @@ class RecordedStep:
     def _update(self) -> None:
         """Change the parameters by the gradient, hand the results out, and begin anew."""
         flat = self.flat
+        self._note_time(_UPDATE_BEGUN)
         squares = sum_of_squares_on_gpu(flat.grad)
         loss = self._results[_LOSS : _LOSS + 1]
         scale = clip_scale_on_gpu(squares, loss, self._config.gradient_clip)
@@ -261,8 +271,7 @@ class RecordedStep:
         statistics.absolute_sum[:] = by_layer[:, 1]
         statistics.fired[:] = output[8 * numbers :].view(np.bool_).reshape(statistics.fired.shape)
         statistics.paths = list(paths)
-        begun, forwarded, computed, updated = results[_BEGUN : _UPDATED + 1] / 1e9
-        computed_last = computed / config.gradient_accumulation
+        begun, forwarded, computed, update_begun, updated = results[_BEGUN : _UPDATED + 1] / 1e9
         return Measured(
             loss=float(results[_LOSS]) / config.tokens_per_step,
             gradient_norm=float(np.sqrt(results[_SQUARES])),
@@ -270,7 +279,7 @@ class RecordedStep:
             seconds_by_part={
                 "forward": float(forwarded - begun),
                 "backward": float(computed - forwarded),
-                "optimizer": float(updated - computed_last),
+                "optimizer": float(updated - update_begun),
             },
         )
 

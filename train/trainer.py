@@ -295,6 +295,8 @@ class Trainer:
         )
         loss, norm, statistics = measured.loss, measured.gradient_norm, measured.statistics
         self._require_finite_loss(step, loss, scale, statistics)
+        if not math.isfinite(norm):
+            self.recorded.compute_again(Batch(windows, scale))
         self._require_finite_gradient(step, norm, loss, scale, statistics)
         self.optimizer.step_count = step
         if self.model.ffn_path == "auto" and self.model.weight_format == "dense":

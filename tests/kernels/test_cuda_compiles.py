@@ -171,17 +171,17 @@ def tensor_core_signatures(array):
     """Those of layers with block-ELL weights on tensor cores."""
     columns, starts, sums, size = "int32*", "int32*", "float32*", "int"
     weight = (array, columns, size)
-    forward = (array, *weight, *weight, *[array] * 3, columns, sums, *[size] * 6)
-    backward = (array, *weight, *[array] * 3, sums, array, array, *[size] * 5)
+    forward = (array, *weight, *weight, *[array] * 3, columns, sums, *[size] * 5)
+    backward = (array, *weight, array, array, sums, array, array, *[size] * 5)
     product = (array, array, columns, starts)
-    return {
+    by_strip = {
         "hidden_forward": forward,
-        "hidden_forward_held": forward,
         "hidden_backward": backward,
-        "hidden_backward_held": backward,
-        "turn_blocks": (array, starts, starts, array, columns, *[size] * 3),
         "sum_columns": (*product, *product, array, *[size] * 5),
         "sample_blocks": (array, array, starts, starts, columns, sums, *[size] * 8),
+    }
+    return {f"{name}_{strip}": kinds for name, kinds in by_strip.items() for strip in (32, 64)} | {
+        "turn_blocks": (array, starts, starts, array, columns, *[size] * 3),
         "add_parts": (sums, columns, sums, *[size] * 3),
         "add_counts": (columns, sums, "int64*", "float64*", "bool*", size, size),
     }

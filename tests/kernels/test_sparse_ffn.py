@@ -351,3 +351,19 @@ def test_a_format_is_not_taken_for_another(rng):
         block_ell.gated_ffn_forward(rng.standard_normal((3, 8)), *weights)
     with pytest.raises(TypeError, match="BlockELLMatrix given, CSRMatrix wanted"):
         csr.ffn_forward(rng.standard_normal((3, 8)), *BLOCKS_OF_EIGHT.weights(rng, 2, 20, 8, 0.5))
+
+
+@both_families
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("tokens", [1, 5, 17, STRIP + 2])
+def test_a_weight_that_is_not_finite_fires_for_real_tokens_only(rng, family, bad, tokens):
+    """Where a strip is not full, 0 * inf would be one more NaN that fires."""
+    weights = family.weights(rng, 3, 24, 16, 1.0, np.float32)
+    weights[0].stored_values.reshape(-1)[2] = bad
+    x, dy = rng.standard_normal((2, tokens, 16)).astype(np.float32)
+    with np.errstate(all="ignore"):
+        results = [run(module, weights, x, dy) for module in (family.cpu, family.reference)]
+        counted = [family.cpu.activation_statistics(result[-1]) for result in results]
+    assert counted[0][0] == counted[1][0]
+    np.testing.assert_array_equal(counted[0][2], counted[1][2])
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)

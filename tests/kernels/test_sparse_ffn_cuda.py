@@ -10,7 +10,6 @@ from twell_numba.formats import BlockELLMatrix, CSRMatrix  # noqa: E402
 from twell_numba.kernels.block_ell import cuda as block_ell_cuda  # noqa: E402
 from twell_numba.kernels.block_ell import reference as block_ell_reference  # noqa: E402
 from twell_numba.kernels.csr import cuda as csr_cuda  # noqa: E402
-from twell_numba.kernels.csr import cuda_held  # noqa: E402
 from twell_numba.kernels.csr import reference as csr_reference  # noqa: E402
 
 # (M, D, F)
@@ -161,8 +160,8 @@ def test_many_tokens(rng, machine, family, tokens, precision, relative_error):
     check_layer(machine, rng, (tokens, 3, 4), family, precision, relative_error, gated=True)
 
 
-# (M, D, F, b): one token, as many as a warp takes and more, blocks of one strip and of more
-ON_TENSOR_CORES = [(1, 32, 32, 32), (7, 64, 96, 32), (53, 128, 64, 64)]
+# (M, D, F, b): one token, blocks of one strip and of several, fewer tokens than a tile and more
+ON_TENSOR_CORES = [(1, 32, 32, 32), (7, 64, 96, 32), (133, 64, 64, 64)]
 LARGE_ON_TENSOR_CORES = [
     (48, 96, 96, 96),
     (129, 512, 1024, 32),
@@ -172,11 +171,10 @@ LARGE_ON_TENSOR_CORES = [
 ]
 
 
-@pytest.mark.parametrize("is_held", [False, True], ids=["direct", "held"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "two_matrix"])
-def test_tensor_cores(rng, machine, monkeypatch, gated, dtype, is_held, relative_error):
-    with_tensor_cores(machine, monkeypatch, is_held)
+def test_tensor_cores(rng, machine, monkeypatch, gated, dtype, relative_error):
+    with_tensor_cores(machine, monkeypatch)
     precision = (np.dtype(dtype), 5e-3 if dtype == ml_dtypes.bfloat16 else 1e-3)
     for *problem, b in machine.shapes(ON_TENSOR_CORES, LARGE_ON_TENSOR_CORES):
         activations = check_layer(
@@ -185,12 +183,11 @@ def test_tensor_cores(rng, machine, monkeypatch, gated, dtype, is_held, relative
         assert activations.kept is not None, problem
 
 
-def with_tensor_cores(machine, monkeypatch, is_held=False):
-    """Let an emulated GPU have them; ``is_held``: whether rows are held in shared memory."""
+def with_tensor_cores(machine, monkeypatch):
+    """Let an emulated GPU have them."""
     if not machine.is_real:
         monkeypatch.setattr(machine.gpu, "capability", (8, 0))
-    if not (machine.is_real and is_held):
-        monkeypatch.setattr(machine.gpu, "shared_memory_per_block", 227 * 1024 if is_held else 0)
+        monkeypatch.setattr(machine.gpu, "shared_memory_per_block", 100 * 1024)
     if machine.gpu.capability < (8, 0):
         pytest.skip("a GPU without these tensor cores")
 
@@ -200,17 +197,6 @@ def test_same_bits_from_tensor_cores(rng, machine, monkeypatch):
     problem = (3000, 256, 512) if machine.is_real else (5, 32, 32)
     x, weights = make_problem(rng, *problem, ml_dtypes.bfloat16, BlockELL, 3, 32)
     check_same_bits(machine, x, weights, BlockELL)
-
-
-def test_held_columns_of_csr(rng, machine, monkeypatch, precision, relative_error):
-    monkeypatch.setattr(cuda_held, "FEWEST_USES", 1e-9)
-    if not machine.is_real:
-        monkeypatch.setattr(machine.gpu, "shared_memory_per_block", cuda_held.HELD_BYTES)
-    for problem in machine.shapes([(136, 4, 20)], [(8192, 300, 512), (2056, 1024, 1000)]):
-        check_layer(machine, rng, problem, CSR, precision, relative_error, gated=True)
-    if not machine.is_real:
-        is_held = {"gather_held", "sample_held"} <= {name for name, _ in machine.gpu.launches}
-        assert is_held == (precision[0].itemsize <= 4)
 
 
 def test_l1_scale_may_be_on_the_gpu(rng, machine, family, monkeypatch):

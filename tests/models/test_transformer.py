@@ -223,3 +223,21 @@ def test_given_weights_must_be_those_of_the_config() -> None:
         Transformer(CONFIG, {**values, name: values[name].T})
     with pytest.raises(ValueError, match="float16"):
         Transformer(CONFIG, values, np.float16)
+
+
+def test_what_is_recomputed_takes_the_path_it_took_before() -> None:
+    """The first call measures the density: the next one would take another path."""
+    gradients = []
+    for recompute in (False, True):
+        model = model_of(CONFIG, np.float32, "auto")
+        for ffn in model.ffn_layers:
+            ffn.parameters()[0].value[:] *= 1e-3
+            ffn.parameters()[0].value[:, 0] = 0
+        logits, backprop = model(tokens_of(), 0.01, recompute)
+        paths = [ffn.statistics.path for ffn in model.ffn_layers]
+        backprop(np.ones_like(logits))
+        assert [ffn.statistics.path for ffn in model.ffn_layers] == paths
+        states = [ffn.auto_state for ffn in model.ffn_layers]
+        gradients.append([p.grad.copy() for p in model.parameters().values()] + [np.array(states)])
+    for kept, recomputed in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(kept, recomputed)

@@ -1,11 +1,13 @@
 """Training on a GPU, emulated or real, gives what training on the CPU gives."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from twell_numba.device.arrays import to_host
+from twell_numba.layers import rms_norm
 from twell_numba.train.config import from_settings
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
@@ -131,3 +133,50 @@ def test_dead_neurons_are_revived(machine):
     change = after[dead] - 0.9 * before[dead]
     assert 0 < np.abs(change).max() < 0.02
     np.testing.assert_array_equal(after[~dead], before[~dead])
+
+
+def test_a_gradient_that_is_not_finite_is_found(machine, monkeypatch):
+    from twell_numba.kernels.cuda_sums import add_into
+
+    _, trainer = trainers_of(machine, ffn_path="dense")
+    name = "model.layers.1.input_layernorm.weight"
+    spoiled = trainer.parameters[name].grad
+    infinite = machine.upload(np.full(spoiled.shape, np.inf, np.float32))
+    original = rms_norm.rms_norm_backward
+
+    def backward(dy, x, weight, inverse_rms, weight_grad, residual):
+        dx = original(dy, x, weight, inverse_rms, weight_grad, residual)
+        if weight_grad is spoiled:
+            add_into(weight_grad, infinite)
+        return dx
+
+    trainer.take_step()
+    before = trainer.optimizer.state_arrays()
+    monkeypatch.setattr(rms_norm, "rms_norm_backward", backward)
+    trainer.recorded.forget()
+    with pytest.raises(Diverged, match=f"step 2: the gradient is not finite, first in {name}"):
+        trainer.take_step()
+    for key, moment in trainer.optimizer.state_arrays().items():
+        np.testing.assert_array_equal(moment, before[key])
+
+
+def test_times_are_those_of_the_gpu(machine):
+    _, trainer = trainers_of(machine, ffn_path="dense", gradient_accumulation=2, n_layers=1)
+    for _ in range(3):
+        begin = time.perf_counter()
+        result = trainer.take_step()
+        assert 0 < sum(result.seconds_by_part.values()) < time.perf_counter() - begin
+        time.sleep(0.3)
+
+
+def test_nothing_is_left_on_the_gpu(machine):
+    if machine.is_real:
+        pytest.skip("what is allocated there is known to the emulator alone")
+    _, trainer = trainers_of(machine, ffn_path="dense", n_layers=1)
+    trainer.take_step()
+    trainer.recorded.release()
+    trainer.recorded = None
+    trainer.model.rotary_on_gpu = ()
+    for ffn in trainer.model.ffn_layers:
+        ffn.__dict__["_recorded"] = None
+    assert not machine.gpu.regions

@@ -141,6 +141,8 @@ def require_sampled_operands(
     if out is not None:
         if not isinstance(out, wanted):
             raise TypeError(f"out of type {type(out).__name__} given, {wanted.__name__} wanted")
+        if not out.is_on_gpu:
+            raise TypeError("out in the host's memory given, a matrix on the GPU wanted")
         if getattr(out, values).dtype != dtype:
             raise TypeError(f"out of dtype {getattr(out, values).dtype} given, {dtype} wanted")
     return dtype

@@ -14,7 +14,7 @@ from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.kernels.embedding import embedding
 from twell_numba.kernels.rotary import rotary_tables
 from twell_numba.layers.embedding import Embedding
-from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN, fastest_format
+from twell_numba.layers.ffn import AutoState, GatedFFN, TwoMatrixFFN, fastest_format
 from twell_numba.layers.linear import Linear
 from twell_numba.layers.parameter import Operand, Parameter
 from twell_numba.models.block import Block, make_norm
@@ -134,10 +134,11 @@ class Transformer:
         backprop_blocks = []
         for block in self.blocks:
             call = partial(block, x, fed, batch, cos, sin, l1_scale)
+            auto_state = block.ffn.auto_state
             x, fed, backprop_block = call()
             if recompute:
                 block.ffn.count_activations()
-                backprop_block = _recomputing(block, call)
+                backprop_block = _recomputing(block, call, auto_state)
             backprop_blocks.append(backprop_block)
         _, x, backprop_norm = self.norm(x, fed)
         logits, backprop_head = self.head(x)
@@ -325,12 +326,20 @@ class Transformer:
         return batch, cos, sin
 
 
-def _recomputing(block: Block, call: Callable[[], Any]) -> Callable[[Array], Array]:
-    """Return a block's backward pass that first computes the block again."""
+def _recomputing(
+    block: Block, call: Callable[[], Any], auto_state: AutoState
+) -> Callable[[Array], Array]:
+    """Return a block's backward pass that first computes the block again.
+
+    The feedforward layer takes the path that it took before, by the state that it had.
+    """
 
     def backprop(dy: Array) -> Array:
+        newer = block.ffn.auto_state
+        block.ffn.auto_state = auto_state
         _, _, backprop_block = call()
         block.ffn.count_activations()
+        block.ffn.auto_state = newer
         return backprop_block(dy)
 
     return backprop

@@ -119,6 +119,7 @@ class DeviceArray:
 
     def to_numpy(self) -> np.ndarray:
         """Return a copy in the host's memory; waits for the array's stream."""
+        self._require_no_recording()
         result = np.empty(self.shape, self.dtype)
         if self.size:
             self.gpu.make_current()
@@ -163,7 +164,7 @@ class DeviceArray:
         if host.dtype != self.dtype:
             raise TypeError(f"an array of dtype {source.dtype} given, {self.dtype} wanted")
         if self.size:
-            self._note_use(self)
+            self._require_no_recording()
             # From memory that is not page-locked the driver takes its own copy before it returns.
             arguments = (self.pointer, host.ctypes.data, self.nbytes, self.stream.handle)
             call("cuMemcpyHtoDAsync", *arguments)
@@ -174,6 +175,14 @@ class DeviceArray:
             self._note_use(self)
             self.gpu.make_current()
             call("cuMemsetD8Async", self.pointer, 0, self.nbytes, self.stream.handle)
+
+    def _require_no_recording(self) -> None:
+        """A replay would read or write memory of the host that is somebody else's by then."""
+        if self.stream.capture is not None:
+            raise RuntimeError(
+                "a copy between the host and a GPU asked while its stream is recording, which "
+                "cannot be replayed; copy before or after"
+            )
 
     def _note_use(self, *arrays: "DeviceArray") -> None:
         """Let a graph that is being recorded keep the memory alive that its copies use."""

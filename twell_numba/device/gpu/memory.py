@@ -4,6 +4,7 @@ Allocating and freeing are themselves work of a stream: freed memory is handed o
 work that comes later in the same stream, without waiting for the GPU.
 """
 
+import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ class MemoryPool:
             if not _is_out_of_memory(error):
                 raise
         if stream.capture is None:
+            gc.collect()  # what refers to itself lives until then
             self.trim()
             try:
                 return self._take(size, stream)

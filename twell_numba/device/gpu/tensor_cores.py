@@ -15,6 +15,9 @@ each a and b for ``k = 2 place`` (low half) and ``k = 2 place + 1`` (high half).
 matrix in memory stands at which k is open, if it is the same for A and B: kernels choose it such
 that a lane finds its numbers side by side.
 
+Operands come from memory word by word, or pass through shared memory: :func:`copy_ahead` fills it
+while the warp computes, :func:`load_matrices` reads fragments from it.
+
 Used inside kernels only, on pointers to bfloat16 or float16.
 """
 
@@ -75,16 +78,6 @@ def multiply_add(typing_context, pointer, sums, first, a0, a1, a2, a3, b0, b1):
     return types.void(pointer, sums, first, a0, a1, a2, a3, b0, b1), generate
 
 
-def _load_vector(context, builder, signature, arguments, count):
-    position = context.cast(builder, arguments[1], signature.args[1], types.int64)
-    address = builder.gep(arguments[0], [position])
-    vector = builder.load(
-        builder.bitcast(address, ir.VectorType(_i32, count).as_pointer()), align=4 * count
-    )
-    words = [builder.extract_element(vector, ir.Constant(_i32, i)) for i in range(count)]
-    return context.make_tuple(builder, signature.return_type, words)
-
-
 @intrinsic
 def load_four_words(typing_context, pointer, index):
     """Return the eight numbers from ``pointer[index]`` on, a multiple of 16 bytes, as words."""
@@ -92,152 +85,15 @@ def load_four_words(typing_context, pointer, index):
         return None
 
     def generate(context, builder, signature, arguments):
-        return _load_vector(context, builder, signature, arguments, 4)
-
-    return types.UniTuple(types.uint32, 4)(pointer, index), generate
-
-
-@intrinsic
-def load_two_words(typing_context, pointer, index):
-    """Return the four numbers from ``pointer[index]`` on, a multiple of 8 bytes, as words."""
-    if not _is_16_bits(pointer):
-        return None
-
-    def generate(context, builder, signature, arguments):
-        return _load_vector(context, builder, signature, arguments, 2)
-
-    return types.UniTuple(types.uint32, 2)(pointer, index), generate
-
-
-def _address_in(context, builder, kind, array, index, index_type):
-    data = context.make_array(kind)(context, builder, value=array).data
-    position = context.cast(builder, index, index_type, types.int64)
-    return builder.bitcast(builder.gep(data, [position]), ir.VectorType(_i32, 4).as_pointer())
-
-
-@intrinsic
-def load_shared_words(typing_context, words, index):
-    """Return four words of an array of words in shared memory, from a multiple of four on."""
-    if not isinstance(words, types.Array):
-        return None
-
-    def generate(context, builder, signature, arguments):
-        array, index = arguments
-        address = _address_in(context, builder, signature.args[0], array, index, signature.args[1])
-        vector = builder.load(address, align=16)
-        items = [builder.extract_element(vector, ir.Constant(_i32, i)) for i in range(4)]
-        return context.make_tuple(builder, signature.return_type, items)
-
-    return types.UniTuple(types.uint32, 4)(words, index), generate
-
-
-@intrinsic
-def store_shared_words(typing_context, words, index, four):
-    """Write four words to an array of words in shared memory, from a multiple of four on."""
-    if not isinstance(words, types.Array):
-        return None
-
-    def generate(context, builder, signature, arguments):
-        array, index, four = arguments
-        address = _address_in(context, builder, signature.args[0], array, index, signature.args[1])
-        vector = ir.Constant(ir.VectorType(_i32, 4), ir.Undefined)
-        for i in range(4):
-            item = builder.extract_value(four, i)
-            vector = builder.insert_element(vector, item, ir.Constant(_i32, i))
-        builder.store(vector, address, align=16)
-        return context.get_dummy_value()
-
-    return types.void(words, index, four), generate
-
-
-@intrinsic
-def pointer_into(typing_context, words, pointer):
-    """Return a pointer to the start of an array of words, to numbers as ``pointer`` points to."""
-    if not isinstance(words, types.Array) or not isinstance(pointer, types.CPointer):
-        return None
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-        return builder.bitcast(data, context.get_value_type(signature.return_type))
-
-    return pointer(words, pointer), generate
-
-
-@intrinsic
-def numbers_of(typing_context, pointer, words):
-    """Return the four numbers in two words, as float32."""
-    if not _is_16_bits(pointer):
-        return None
-    is_bfloat16 = pointer.dtype == bfloat16
-
-    def generate(context, builder, signature, arguments):
-        numbers = []
-        for i in range(2):
-            word = builder.extract_value(arguments[1], i)
-            if is_bfloat16:
-                halves = [
-                    builder.shl(word, ir.Constant(_i32, 16)),
-                    builder.and_(word, ir.Constant(_i32, 0xFFFF0000)),
-                ]
-                numbers += [builder.bitcast(half, _f32) for half in halves]
-            else:
-                halves = [word, builder.lshr(word, ir.Constant(_i32, 16))]
-                numbers += [
-                    builder.fpext(builder.bitcast(builder.trunc(half, _i16), ir.HalfType()), _f32)
-                    for half in halves
-                ]
-        return context.make_tuple(builder, signature.return_type, numbers)
-
-    return types.UniTuple(types.float32, 4)(pointer, words), generate
-
-
-@intrinsic
-def store_four(typing_context, pointer, index, first, second, third, fourth):
-    """Round four numbers to 16 bits, and write them from ``pointer[index]`` on: 8 bytes aligned."""
-    if not _is_16_bits(pointer):
-        return None
-    name = "bf16x2" if pointer.dtype == bfloat16 else "f16x2"
-
-    def generate(context, builder, signature, arguments):
         position = context.cast(builder, arguments[1], signature.args[1], types.int64)
         address = builder.gep(arguments[0], [position])
-        values = [
-            context.cast(builder, value, kind, types.float32)
-            for value, kind in zip(arguments[2:], signature.args[2:], strict=True)
-        ]
-        code = ir.InlineAsm(
-            ir.FunctionType(_i32, [_f32, _f32]), f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f"
+        vector = builder.load(
+            builder.bitcast(address, ir.VectorType(_i32, 4).as_pointer()), align=16
         )
-        vector = ir.Constant(ir.VectorType(_i32, 2), ir.Undefined)
-        for i in range(2):
-            word = builder.call(code, values[2 * i : 2 * i + 2])
-            vector = builder.insert_element(vector, word, ir.Constant(_i32, i))
-        builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=8)
-        return context.get_dummy_value()
+        words = [builder.extract_element(vector, ir.Constant(_i32, i)) for i in range(4)]
+        return context.make_tuple(builder, signature.return_type, words)
 
-    return types.void(pointer, index, first, second, third, fourth), generate
-
-
-@intrinsic
-def low_halves(typing_context, first, second):
-    """Return the word of the low halves of two words."""
-
-    def generate(context, builder, signature, arguments):
-        low = builder.and_(arguments[0], ir.Constant(_i32, 0xFFFF))
-        return builder.or_(low, builder.shl(arguments[1], ir.Constant(_i32, 16)))
-
-    return types.uint32(types.uint32, types.uint32), generate
-
-
-@intrinsic
-def high_halves(typing_context, first, second):
-    """Return the word of the high halves of two words."""
-
-    def generate(context, builder, signature, arguments):
-        high = builder.and_(arguments[1], ir.Constant(_i32, 0xFFFF0000))
-        return builder.or_(high, builder.lshr(arguments[0], ir.Constant(_i32, 16)))
-
-    return types.uint32(types.uint32, types.uint32), generate
+    return types.UniTuple(types.uint32, 4)(pointer, index), generate
 
 
 def _shared_address(context, builder, kind, array, index, index_type):
@@ -245,16 +101,14 @@ def _shared_address(context, builder, kind, array, index, index_type):
     data = context.make_array(kind)(context, builder, value=array).data
     base = builder.addrspacecast(data, ir.PointerType(_i32, addrspace=3))
     place = context.cast(builder, index, index_type, types.int32)
-    return builder.add(
-        builder.ptrtoint(base, _i32), builder.shl(place, ir.Constant(_i32, 2)), name="address"
-    )
+    return builder.add(builder.ptrtoint(base, _i32), builder.shl(place, ir.Constant(_i32, 2)))
 
 
 @intrinsic
 def copy_ahead(typing_context, words, place, pointer, index, is_there):
     """Begin to copy eight numbers to ``words[place]`` and on, in shared memory: 16 bytes, aligned.
 
-    Zeros where ``is_there`` is false; ``pointer[index]`` must be readable all the same.
+    Zeros where ``is_there`` is false; nothing is read then.
     """
     if not _is_16_bits(pointer) or not isinstance(words, types.Array):
         return None
@@ -304,12 +158,6 @@ def wait_for_older_copies(typing_context):
     return _instruction("cp.async.wait_group 2;")
 
 
-@intrinsic
-def wait_for_newest_copies(typing_context):
-    """Wait for all groups of copies of this thread."""
-    return _instruction("cp.async.wait_group 0;")
-
-
 def _load_matrices(text, words, index):
     if not isinstance(words, types.Array):
         return None
@@ -347,30 +195,43 @@ def load_transposed_matrices(typing_context, words, index):
 
 
 @intrinsic
-def store_eight_numbers(typing_context, pointer, index, a, b, c, d, e, f, g, h):
-    """Round eight numbers to 16 bits and write them from ``pointer[index]``, 16 bytes aligned."""
+def words_of(typing_context, pointer, a, b, c, d, e, f, g, h):
+    """Return eight numbers as four words, rounded to 16 bits as ``pointer`` says."""
     if not _is_16_bits(pointer):
         return None
     name = "bf16x2" if pointer.dtype == bfloat16 else "f16x2"
 
     def generate(context, builder, signature, arguments):
-        position = context.cast(builder, arguments[1], signature.args[1], types.int64)
-        address = builder.gep(arguments[0], [position])
         values = [
             context.cast(builder, value, kind, types.float32)
-            for value, kind in zip(arguments[2:], signature.args[2:], strict=True)
+            for value, kind in zip(arguments[1:], signature.args[1:], strict=True)
         ]
         code = ir.InlineAsm(
             ir.FunctionType(_i32, [_f32, _f32]), f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f"
         )
+        words = [builder.call(code, values[2 * i : 2 * i + 2]) for i in range(4)]
+        return context.make_tuple(builder, signature.return_type, words)
+
+    return types.UniTuple(types.uint32, 4)(pointer, a, b, c, d, e, f, g, h), generate
+
+
+@intrinsic
+def store_four_words(typing_context, pointer, index, words):
+    """Write eight numbers, as words, from ``pointer[index]`` on, a multiple of 16 bytes."""
+    if not _is_16_bits(pointer):
+        return None
+
+    def generate(context, builder, signature, arguments):
+        position = context.cast(builder, arguments[1], signature.args[1], types.int64)
+        address = builder.gep(arguments[0], [position])
         vector = ir.Constant(ir.VectorType(_i32, 4), ir.Undefined)
         for i in range(4):
-            word = builder.call(code, values[2 * i : 2 * i + 2])
+            word = builder.extract_value(arguments[2], i)
             vector = builder.insert_element(vector, word, ir.Constant(_i32, i))
         builder.store(vector, builder.bitcast(address, vector.type.as_pointer()), align=16)
         return context.get_dummy_value()
 
-    return types.void(pointer, index, a, b, c, d, e, f, g, h), generate
+    return types.void(pointer, index, words), generate
 
 
 @intrinsic

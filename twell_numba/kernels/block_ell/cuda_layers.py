@@ -19,7 +19,7 @@ from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.sparse_ffn.cuda import DeviceSparseActivations
 
 _16_BITS = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-# Tokens of which one warp adds up a gradient, at least, and the most such parts.
+# Tokens of which one block of threads adds up a gradient, at least, and the most such parts.
 FEWEST_TOKENS, MOST_PARTS = 1024, 8
 
 
@@ -29,7 +29,8 @@ def fit_tensor_cores(x: DeviceArray, *weights: BlockELLMatrix) -> bool:
         x.stream.gpu.capability >= OLDEST_CAPABILITY
         and x.dtype in _16_BITS
         and x.size > 0
-        and weights[0].block_size % kernels.STRIP == 0
+        and x.stream.gpu.shared_memory_per_block >= kernels.SHARED_MEMORY
+        and weights[0].block_size % 32 == 0
         and all(side % weights[0].block_size == 0 for side in weights[0].shape)
         and weights[0].shape[0] > 0
         and all(array.pointer % 16 == 0 for array in (x, *(w.values for w in weights)))
@@ -50,12 +51,11 @@ def forward(
     parts = -(-rows // kernels.TOKENS)
     counts = empty((parts, neurons), np.int32, stream)
     sums = empty((parts, neurons), np.float32, stream)
-    held = _holds(x)
-    _launch_by_rows(
-        kernels.hidden_forward_held if held else kernels.hidden_forward, x, neurons, held,
+    _launch(
+        (kernels.hidden_forward_32, kernels.hidden_forward_64), up, rows, neurons,
         x, gate.values, gate.block_columns, gate.blocks_per_row,
         up.values, up.block_columns, up.blocks_per_row,
-        hidden, *kept, counts, sums, rows, width, neurons, up.block_size, gated, gated,
+        hidden, *kept, counts, sums, rows, width, neurons, up.block_size, gated,
     )  # fmt: skip
     y = empty(x.shape, x.dtype, stream)
     _multiply_by_columns(y, (hidden, down))
@@ -64,7 +64,7 @@ def forward(
     fired = empty(neurons, np.bool_, stream)
     statistics = (nonzeros, absolute_sums, fired)
     kernels.add_counts(
-        kernels.add_counts.blocks(neurons), counts, sums, *statistics, parts, neurons
+        kernels.add_counts.blocks(32 * neurons), counts, sums, *statistics, parts, neurons
     )
     return y, DeviceSparseActivations((rows, neurons), *statistics, (*kept, hidden))
 
@@ -89,11 +89,10 @@ def backward(
     scale = scalar_on_gpu("l1_scale", l1_scale, np.float32, x)
     d_first = empty(hidden.shape, x.dtype, stream)
     d_up = empty(hidden.shape, x.dtype, stream) if gated else d_first
-    held = _holds(dy)
-    _launch_by_rows(
-        kernels.hidden_backward_held if held else kernels.hidden_backward, dy, neurons, held,
+    _launch(
+        (kernels.hidden_backward_32, kernels.hidden_backward_64), down, rows, neurons,
         dy, down.values, down.block_columns, down.blocks_per_row,
-        gate_values, up_values, hidden, scale, d_first, d_up,
+        gate_values, up_values, scale, d_first, d_up,
         rows, width, neurons, up.block_size, gated,
     )  # fmt: skip
     _add_sampled(down, hidden, dy, down_grad)
@@ -107,24 +106,17 @@ def backward(
     return dx
 
 
-def _holds(x: DeviceArray) -> bool:
-    """Return whether rows of x fit in shared memory."""
-    bytes_of_row = 2 * x.shape[1] + 64
-    return (
-        bytes_of_row * kernels.TOKENS <= kernels.HELD_BYTES <= x.stream.gpu.shared_memory_per_block
-    )
+def _strip(weight: BlockELLMatrix) -> int:
+    """Return of how many columns or neurons the strips are."""
+    return 64 if weight.block_size % 64 == 0 else 32
 
 
-def _launch_by_rows(
-    kernel: Kernel, x: DeviceArray, neurons: int, held: bool, *arguments: Any
+def _launch(
+    by_strip: tuple[Kernel, Kernel], weight: BlockELLMatrix, rows: int, across: int, *arguments: Any
 ) -> None:
-    """Launch a kernel whose warps take TOKENS rows of x and a strip of neurons each."""
-    tiles, strips = -(-x.shape[0] // kernels.TOKENS), neurons // kernels.STRIP
-    if held:
-        blocks = min(x.stream.gpu.multiprocessors, tiles * strips)
-    else:
-        blocks = kernel.blocks_of_warps(_whole(tiles, kernels.SHARING) * strips)
-    kernel(blocks, *arguments)
+    """Launch the kernel for a weight's strips; its blocks take ROWS rows of a strip each."""
+    strip = _strip(weight)
+    by_strip[strip == 64](-(-rows // kernels.ROWS) * (across // strip), *arguments)
 
 
 def _multiply_by_columns(out: DeviceArray, *products: tuple[DeviceArray, BlockELLMatrix]) -> None:
@@ -142,10 +134,9 @@ def _multiply_by_columns(out: DeviceArray, *products: tuple[DeviceArray, BlockEL
         )  # fmt: skip
         operands += [left, turned, block_rows, starts]
     operands *= 3 - len(products)
-    tiles, strips = -(-rows // kernels.TOKENS), width // kernels.STRIP
     inner, b = products[0][1].shape[0], products[0][1].block_size
-    kernels.sum_columns(
-        kernels.sum_columns.blocks_of_warps(_whole(tiles, kernels.SHARING) * strips),
+    _launch(
+        (kernels.sum_columns_32, kernels.sum_columns_64), products[0][1], rows, width,
         *operands, out, rows, inner, width, b, len(products),
     )  # fmt: skip
 
@@ -158,11 +149,14 @@ def _add_sampled(
     parts = max(1, min(MOST_PARTS, rows // FEWEST_TOKENS))
     partial = empty((parts, *weight.values.shape), np.float32, left.stream)
     starts, blocks = by_column(weight)
-    groups = -(-blocks.size * (b // kernels.STRIP) ** 2 // 2)
-    kernels.sample_blocks(
-        kernels.sample_blocks.blocks_of_warps(parts * groups),
+    strip = _strip(weight)
+    kernel = kernels.sample_blocks_64 if strip == 64 else kernels.sample_blocks_32
+    groups = -(-blocks.size * (b // strip) ** 2 * strip // kernels.SAMPLE_THREADS)
+    kernel(
+        parts * groups,
         left, right, starts, blocks, weight.block_columns, partial,
-        rows, neurons, right.shape[1], slots, b, groups, parts, _whole(-(-rows // parts), 16),
+        rows, neurons, right.shape[1], slots, b, groups, parts,
+        _whole(-(-rows // parts), kernels.STEP),
     )  # fmt: skip
     size = gradient.size
     kernels.add_parts(

@@ -4,15 +4,36 @@
     backward   dh = dy Wd^T,  du = dh * relu(g),  dg = dh * u * [g > 0],  dx = du Wu + dg Wg
                dWd = h^T dy,  dWu = du^T x,  dWg = dg^T x,  at the blocks
 
-x, y (M, D), g, u, h (M, F), row-major; weights (F, D) in blocks of b x b, b a multiple of 32. A
-warp computes 32 columns of a result for ``TOKENS`` rows, or twice 32 x 32 numbers of a gradient's
-blocks, and loads what it multiplies straight into registers: the 16 bytes a lane loads are its part
-of a fragment, because the order along the dimension that is added up is free. Sums are in float32
-and in a fixed order.
+x, y (M, D), g, u, h (M, F), row-major; weights (F, D) in blocks of b x b, b a multiple of 32. Sums
+are in float32 and in a fixed order; g and u are rounded to 16 bits before h is made of them.
+
+All products go by *strips* of 64 columns or neurons, of 32 where b is no multiple of 64. A block of
+threads computes ROWS rows of a strip of a result, or some blocks of a gradient over a part of the
+tokens. What it multiplies passes through a ring of stages in shared memory, copied ahead, and from
+there by ``ldmatrix`` to registers.
 
 Bound by what the multiprocessors read from the second-level cache: of x, dy, g, u and h each block
-needs its 32 or b columns once for every block.
+needs its columns once for every block, so larger blocks are faster. With b = 64 hidden_forward
+reads 1.7 GB and writes 0.55 GB. Milliseconds on an H200, M = 16384, D = 2048, F = 5632, bfloat16,
+10% of the blocks stored:
+
+                        b = 32          b = 64
+    hidden_forward      0.51            0.39
+    sum_columns         0.21, 0.37      0.13, 0.24      (y, dx)
+    hidden_backward     0.41            0.39
+    sample_blocks       0.26            0.17 to 0.20    (each of three)
+    the others          0.13            0.14            (together)
+
+Slower: 48 rows of x held in shared memory while the weights pass (hidden_forward 0.63 at both
+sizes, hidden_backward 0.53); fragments loaded from memory straight to registers (0.74 and 1.1;
+sum_columns 0.35, sample_blocks 0.77 with b = 32); 256 rows a block of threads (0.46 with b = 64);
+16 rows a warp (0.67). Two or four stages are as fast as three or slower, but for hidden_backward
+with b = 64 (0.36 with two, and four blocks of threads). What counts is that some blocks of threads
+wait for memory while others multiply: hence g is rounded to words before u is computed, which
+leaves registers for three of them instead of two (0.46 before).
 """
+
+import math
 
 from twell_numba.device.gpu import kernel
 from twell_numba.device.gpu.language import (
@@ -24,197 +45,182 @@ from twell_numba.device.gpu.language import (
     number,
     store,
     types,
+    warp_sum,
 )
 from twell_numba.device.gpu.tensor_cores import (
-    high_halves,
+    copy_ahead,
+    eight_numbers_of,
+    end_of_copies,
     inlined,
     load_four_words,
-    load_shared_words,
-    load_two_words,
-    low_halves,
+    load_matrices,
+    load_transposed_matrices,
     multiply_add,
-    numbers_of,
-    store_four,
-    store_shared_words,
+    store_four_words,
+    wait_for_copies,
+    wait_for_older_copies,
+    words_of,
 )
 
-# Columns of a result, or rows of a block, that a warp computes.
-STRIP = 32
-# Rows of a result that a warp computes.
-TOKENS = 48
-TILES = TOKENS // 8
-SUMS = 2 * TILES * 4
-PAIR_WORDS = 16 + 4 * TILES
-TWO_SUMS = 2 * SUMS
-# Warps that lie side by side in the grid and read the same blocks.
-SHARING = 8
-THREADS = 256
-# Threads and shared memory of the kernels that hold TOKENS rows of x or dy in shared memory.
-HOLDING_THREADS = 384
-HELD_BYTES = TOKENS * (2 * 2048 + 64)
-# Sums of the two pieces of a gradient's blocks that a warp computes, and the words of 16 tokens.
-TWO_PIECES = 64
-STEP_WORDS = 24
+# Steps of a product in shared memory: one is multiplied, the others are on their way.
+STAGES = 3
+THREADS = 128
+# Rows of a result that a warp and a block of threads compute.
+TOKENS = 32
+ROWS = THREADS // 32 * TOKENS
+# Blocks of threads that a multiprocessor should have room for, with strips of 32 and of 64.
+ROOM = {32: 4, 64: 3}
+# The same for sampled products, of STEP tokens a step.
+SAMPLE_STAGES = 4
+SAMPLE_THREADS = 128
+SAMPLE_ROOM = 4
+STEP = 16
 
 
 @inlined
-def load_weights(values, place, b):
-    """Return four rows of a block, from ``place`` on, 32 bits a word."""
-    first = load_four_words(values, place)
-    second = load_four_words(values, place + b)
-    third = load_four_words(values, place + 2 * b)
-    fourth = load_four_words(values, place + 3 * b)
-    return (*first, *second, *third, *fourth)
+def blocks_in_row(columns, first, slots):
+    """Return how many blocks a row of blocks has."""
+    count = types.int32(0)
+    slot = types.int32(cuda.threadIdx.x) % 32
+    while slot < slots:
+        count += types.int32(load(columns, first + slot) >= 0)
+        slot += 32
+    return warp_sum(count)
 
 
 @inlined
-def add_tile(X, sums, first, n, weights, x):
-    """Add the product of 32 rows of a block with eight rows of X, along 32 numbers."""
-    w = weights
-    top = first + n * 4
-    multiply_add(X, sums, top, w[0], w[4], w[1], w[5], x[0], x[1])
-    multiply_add(X, sums, top, w[2], w[6], w[3], w[7], x[2], x[3])
-    bottom = first + (TILES + n) * 4
-    multiply_add(X, sums, bottom, w[8], w[12], w[9], w[13], x[0], x[1])
-    multiply_add(X, sums, bottom, w[10], w[14], w[11], w[15], x[2], x[3])
+def exchanged(strip, row, chunk):
+    """Return at which word of a row in shared memory a chunk of eight numbers lies.
+
+    Eight rows' chunks of one number are in different banks.
+    """
+    if strip == 32:
+        row //= 2
+    return (chunk ^ (row % (strip // 8))) * 4
 
 
 @inlined
-def add_product(sums, first_sum, X, width, row, rows, values, columns, first, end, i, b):
-    """Add the product of TOKENS rows of X with rows i to i + 31 of the blocks first to end."""
-    lane = types.int32(cuda.threadIdx.x) % 32
-    group = lane // 4
-    chunk = lane % 4 * 8
-    for block in range(first, end):
+def stage_after(stage, steps, stages):
+    """Return the stage that follows another one after some steps."""
+    stage += types.int32(steps)
+    if stage >= stages:
+        stage -= types.int32(stages)
+    return stage
+
+
+@inlined
+def start_product(
+    w_to, strip, middle, steps, first, first_at, second, second_at, width, row, rows, i, b
+):
+    """Return where a thread's numbers begin in X and in a block, and where the first step's are.
+
+    Writes where in a stage the block's rows go: in the order in which a lane's sums are adjacent
+    neurons.
+    """
+    thread = types.int32(cuda.threadIdx.x)
+    across = strip // 8
+    line = thread // across
+    for k in range(strip * across // THREADS):
+        w = line + k * (THREADS // across)
+        w = w // 32 * 32 + w // 2 % 4 * 8 + w % 32 // 8 * 2 + w % 2
+        w_to[k] = (ROWS + w) * (strip // 2) + exchanged(strip, w, thread % across)
+    x_from = (row + line) * width + thread % across * 8
+    w_from = (i + line) * b + thread % across * 8
+    block = types.int64(second_at)
+    columns = second[2]
+    if middle > 0:
+        block = types.int64(first_at)
+        columns = first[2]
+    column = types.int64(0)
+    if steps > 0:
         column = types.int64(load(columns, block)) * b
-        if column >= 0:
-            for c in range(0, b, 32):
-                place = (block * b + i + 4 * group) * b + c + chunk
-                weights = load_weights(values, place, b)
-                for n in range(TILES):
-                    token = min(row + n * 8 + group, rows - 1)
-                    x = load_four_words(X, token * width + column + c + chunk)
-                    add_tile(X, sums, first_sum, n, weights, x)
+    return x_from, w_from, block, types.int64(0), column
 
 
 @inlined
-def load_pair(words, X, width, row, rows, values, block, column, i, c, b):
-    """Load what 32 columns of a block and TOKENS rows of X add to a product."""
-    lane = types.int32(cuda.threadIdx.x) % 32
-    group = lane // 4
-    chunk = lane % 4 * 8
-    weights = load_weights(values, (block * b + i + 4 * group) * b + c + chunk, b)
-    for k in range(16):
-        words[k] = weights[k]
-    for n in range(TILES):
-        token = min(row + n * 8 + group, rows - 1)
-        x = load_four_words(X, token * width + max(column, 0) * b + c + chunk)
-        for k in range(4):
-            words[16 + 4 * n + k] = x[k]
+def copy_step(
+    step, steps, middle, stage, place, w_to, strip, ring, first, second, second_at,
+    width, row, rows, b,
+):  # fmt: skip
+    """Begin to copy what a step multiplies: rows of X, and a strip of a block's rows.
+
+    ``place`` is where in X, in a block, the block, the column in it and where X's columns begin;
+    return that of the next step.
+    """
+    x_from, w_from, block, c, column = place
+    if step < steps:
+        X, values, columns = first
+        if step >= middle:
+            X, values, columns = second
+        thread = types.int32(cuda.threadIdx.x)
+        across = strip // 8
+        line = thread // across
+        target = stage * ((ROWS + strip) * (strip // 2))
+        to = target + line * (strip // 2) + exchanged(strip, line, thread % across)
+        limit = types.int32(min(rows - row, ROWS)) - line
+        at = x_from + (column + c)
+        for k in range(ROWS * across // THREADS):
+            lines = k * (THREADS // across)
+            copy_ahead(ring, to + lines * (strip // 2), X, at, lines < limit)
+            at += (THREADS // across) * width
+        at = w_from + block * (b * b) + c
+        for k in range(strip * across // THREADS):
+            copy_ahead(ring, target + w_to[k], values, at, 1)
+            at += (THREADS // across) * b
+        c += strip
+        if c == b:
+            c = types.int64(0)
+            block += 1
+        if step + 1 == middle:
+            block = second_at
+            columns = second[2]
+        if step + 1 < steps:
+            column = types.int64(load(columns, block)) * b
+    end_of_copies()
+    return x_from, w_from, block, c, column
 
 
 @inlined
-def add_product_ahead(sums, first_sum, X, width, row, rows, values, columns, first, end, i, b):
-    """Do as add_product; what the next step multiplies is on its way during this one."""
-    words = cuda.local.array(PAIR_WORDS, types.uint32)
-    later = cuda.local.array(PAIR_WORDS, types.uint32)
-    if first < end:
-        block = types.int64(first)
-        c = types.int64(0)
-        column = types.int64(load(columns, block))
-        load_pair(words, X, width, row, rows, values, block, column, i, c, b)
-        next_block = block
-        next_c = c + 32
-        if next_c == b:
-            next_c = types.int64(0)
-            next_block += 1
-        next_column = types.int64(load(columns, min(next_block, end - 1)))
-        while block < end:
-            if next_block < end:
-                load_pair(later, X, width, row, rows, values, next_block, next_column, i, next_c, b)
-            if column >= 0:
-                w = words
-                for n in range(TILES):
-                    x = 16 + 4 * n
-                    top = first_sum + n * 4
-                    multiply_add(X, sums, top, w[0], w[4], w[1], w[5], w[x], w[x + 1])
-                    multiply_add(X, sums, top, w[2], w[6], w[3], w[7], w[x + 2], w[x + 3])
-                    bottom = first_sum + (TILES + n) * 4
-                    multiply_add(X, sums, bottom, w[8], w[12], w[9], w[13], w[x], w[x + 1])
-                    multiply_add(X, sums, bottom, w[10], w[14], w[11], w[15], w[x + 2], w[x + 3])
-            for k in range(PAIR_WORDS):
-                words[k] = later[k]
-            block = next_block
-            column = next_column
-            next_c += 32
-            if next_c == b:
-                next_c = types.int64(0)
-                next_block += 1
-            next_column = types.int64(load(columns, min(next_block, end - 1)))
+def add_step(sums, strip, stage, ring, X):
+    """Add what a step multiplies to the sums of TOKENS rows by a strip of each warp."""
+    thread = types.int32(cuda.threadIdx.x)
+    lane = thread % 32
+    target = stage * ((ROWS + strip) * (strip // 2))
+    left = target + (thread // 32 * TOKENS + lane % 16) * (strip // 2)
+    right = target + (ROWS + lane // 16 * 8 + lane % 8) * (strip // 2)
+    for k in range(strip // 16):
+        chunk = exchanged(strip, lane % 8, 2 * k + lane // 16)
+        a = load_matrices(ring, left + chunk)
+        c = load_matrices(ring, left + 16 * (strip // 2) + chunk)
+        chunk = exchanged(strip, lane % 8, 2 * k + lane // 8 % 2)
+        for q in range(strip // 16):
+            w = load_matrices(ring, right + q * 16 * (strip // 2) + chunk)
+            top = q * 8
+            multiply_add(X, sums, top, a[0], a[1], a[2], a[3], w[0], w[1])
+            multiply_add(X, sums, top + 4, a[0], a[1], a[2], a[3], w[2], w[3])
+            bottom = strip // 2 + q * 8
+            multiply_add(X, sums, bottom, c[0], c[1], c[2], c[3], w[0], w[1])
+            multiply_add(X, sums, bottom + 4, c[0], c[1], c[2], c[3], w[2], w[3])
 
 
 @inlined
-def add_held_product(sums, first_sum, X, held, stride, values, columns, first, end, i, b):
-    """Do as add_product, with rows of X that are held in shared memory."""
-    lane = types.int32(cuda.threadIdx.x) % 32
-    group = lane // 4
-    chunk = lane % 4
-    block = first
-    c = types.int64(0)
-    if first < end:
-        start = (i + 4 * group) * b + chunk * 8
-        weights = load_weights(values, block * b * b + start, b)
-        column = types.int64(load(columns, block))
-        while block < end:
-            # the next weights are on their way while these are multiplied
-            next_block = block
-            next_c = c + 32
-            if next_c == b:
-                next_c = types.int64(0)
-                next_block += 1
-            ahead = min(next_block, end - 1)
-            next_weights = load_weights(values, ahead * b * b + start + next_c, b)
-            next_column = types.int64(load(columns, ahead))
-            if column >= 0:
-                at = types.int32((column * b + c) // 2) + chunk * 4 + group * stride
-                for n in range(TILES):
-                    x = load_shared_words(held, at + n * 8 * stride)
-                    add_tile(X, sums, first_sum, n, weights, x)
-            weights = next_weights
-            column = next_column
-            block = next_block
-            c = next_c
-
-
-@inlined
-def hold_rows(X, width, row, rows, held, stride):
-    """Copy TOKENS rows of X to shared memory; past the last row, that again."""
-    across = types.int32(width // 8)
-    i = types.int32(cuda.threadIdx.x)
-    while i < TOKENS * across:
-        token = i // across
-        column = i % across
-        words = load_four_words(X, min(row + token, rows - 1) * width + column * 8)
-        store_shared_words(held, token * stride + column * 4, words)
-        i += types.int32(cuda.blockDim.x)
-    cuda.syncthreads()
-
-
-@inlined
-def stride_of(width):
-    """Return the words of a held row: two rows' numbers then lie in different banks."""
-    words = types.int32(width // 2)
-    if words % 32 == 0:
-        words += 16
-    return words
-
-
-@inlined
-def warp_quarter_sum(value):
-    """Return the sum over the four lanes of a group."""
-    value += cuda.shfl_xor_sync(FULL_WARP, value, 1)
-    value += cuda.shfl_xor_sync(FULL_WARP, value, 2)
-    return value
+def add_steps(
+    sums, begin, end, steps, middle, stage, place, w_to, strip, ring, first, second, second_at,
+    width, row, rows, b,
+):  # fmt: skip
+    """Do the steps from ``begin`` to ``end``; return the stage and the place that follow."""
+    step = types.int32(begin)
+    while step < end:
+        wait_for_copies()
+        cuda.syncthreads()
+        place = copy_step(
+            step + types.int32(STAGES - 1), steps, middle, stage_after(stage, STAGES - 1, STAGES),
+            place, w_to, strip, ring, first, second, second_at, width, row, rows, b,
+        )  # fmt: skip
+        add_step(sums, strip, stage, ring, first[0])
+        stage = stage_after(stage, 1, STAGES)
+        step += types.int32(1)
+    return stage, place
 
 
 @inlined
@@ -222,6 +228,16 @@ def clear(sums, size):
     """Set sums to 0."""
     for k in range(size):
         sums[k] = types.float32(0)
+
+
+@inlined
+def eight_sums(pointer, sums, strip, tile, half, n):
+    """Return a lane's sums of eight adjacent neurons of a token, as words."""
+    k = tile * (strip // 2) + n * 16 + half * 2
+    return words_of(
+        pointer, sums[k], sums[k + 1], sums[k + 4], sums[k + 5],
+        sums[k + 8], sums[k + 9], sums[k + 12], sums[k + 13],
+    )  # fmt: skip
 
 
 @inlined
@@ -236,143 +252,87 @@ def gated_relu(g, u, gated):
 
 
 @inlined
-def put_counts(counts, absolute_sums, part, count, total, place):
-    """Write what four lanes counted in a neuron's h."""
-    total = warp_quarter_sum(total)
-    count = warp_quarter_sum(count)
-    if place == 0:
-        store(absolute_sums, part, total)
-        store(counts, part, count)
+def put_gate(words, sums, strip, kept_gate, row, rows, neurons, neuron, kept):
+    """Round g of a strip to words, and write them."""
+    lane = types.int32(cuda.threadIdx.x) % 32
+    token = row + types.int32(cuda.threadIdx.x) // 32 * TOKENS + lane // 4
+    for tile in range(2):
+        for half in range(2):
+            for n in range(strip // 32):
+                g = eight_sums(kept_gate, sums, strip, tile, half, n)
+                first = ((tile * 2 + half) * (strip // 32) + n) * 4
+                for k in range(4):
+                    words[first + k] = g[k]
+                at = token + tile * 16 + half * 8
+                if kept != 0 and at < rows:
+                    start = at * neurons + neuron + n * 32 + lane % 4 * 8
+                    store_four_words(kept_gate, start, g)
 
 
 @inlined
 def finish_hidden(
-    sums, hidden, kept_gate, kept_up, counts, absolute_sums, row, rows, strip, neurons, gated, kept
-):
-    """Write h, g and u of a strip, and what is counted in h over TOKENS rows."""
+    words, sums, strip, n, total, counted, hidden, kept_up, counts, absolute_sums,
+    row, rows, neurons, neuron, gated,
+):  # fmt: skip
+    """Write h and u of 32 neurons of a strip, and what is counted in h over TOKENS rows."""
     lane = types.int32(cuda.threadIdx.x) % 32
-    group = lane // 4
-    place = lane % 4
-    neuron = strip * STRIP + 4 * group
-    zero = types.float32(0)
-    total0, total1, total2, total3 = zero, zero, zero, zero
-    none = types.int32(0)
-    count0, count1, count2, count3 = none, none, none, none
-    for n in range(TILES):
-        for s in range(2):
-            token = row + n * 8 + 2 * place + s
+    row += types.int32(cuda.threadIdx.x) // 32 * TOKENS
+    neuron += n * 32 + lane % 4 * 8
+    for k in range(8):
+        total[k] = types.float32(0)
+        counted[k] = types.int32(0)
+    for tile in range(2):
+        for half in range(2):
+            token = row + tile * 16 + half * 8 + lane // 4
             if token < rows:
-                start = token * neurons + neuron
-                top = n * 4 + s
-                bottom = (TILES + n) * 4 + s
-                g0, g1, g2, g3 = sums[top], sums[top + 2], sums[bottom], sums[bottom + 2]
-                u0 = sums[SUMS + top]
-                u1 = sums[SUMS + top + 2]
-                u2 = sums[SUMS + bottom]
-                u3 = sums[SUMS + bottom + 2]
-                if kept != 0:
-                    store_four(kept_gate, start, g0, g1, g2, g3)
-                    store_four(kept_up, start, u0, u1, u2, u3)
-                h0, h1 = gated_relu(g0, u0, gated), gated_relu(g1, u1, gated)
-                h2, h3 = gated_relu(g2, u2, gated), gated_relu(g3, u3, gated)
-                store_four(hidden, start, h0, h1, h2, h3)
-                total0 += abs(h0)
-                total1 += abs(h1)
-                total2 += abs(h2)
-                total3 += abs(h3)
-                count0 += types.int32(h0 != 0)
-                count1 += types.int32(h1 != 0)
-                count2 += types.int32(h2 != 0)
-                count3 += types.int32(h3 != 0)
-    part = row // TOKENS * neurons + neuron
-    put_counts(counts, absolute_sums, part, count0, total0, place)
-    put_counts(counts, absolute_sums, part + 1, count1, total1, place)
-    put_counts(counts, absolute_sums, part + 2, count2, total2, place)
-    put_counts(counts, absolute_sums, part + 3, count3, total3, place)
-
-
-@kernel(threads=THREADS)
-def hidden_forward(
-    x, gate, gate_columns, gate_slots, up, up_columns, up_slots, hidden, kept_gate, kept_up,
-    counts, absolute_sums, rows, width, neurons, b, gated, kept,
-):  # fmt: skip
-    """Compute h, and what the backward pass wants; a warp takes TOKENS rows of 32 neurons."""
-    sums = cuda.local.array(TWO_SUMS, types.float32)
-    strips = neurons // STRIP
-    groups = ((rows + TOKENS - 1) // TOKENS + SHARING - 1) // SHARING
-    item = global_thread() // 32
-    while item < groups * strips * SHARING:
-        row = (item // SHARING // strips * SHARING + item % SHARING) * TOKENS
-        strip = item // SHARING % strips
-        if row < rows:
-            block_row = strip * STRIP // b
-            i = strip * STRIP % b
-            clear(sums, TWO_SUMS)
-            first = block_row * gate_slots
-            add_product(
-                sums, 0, x, width, row, rows, gate, gate_columns, first, first + gate_slots, i, b
-            )
-            if gated != 0:
-                first = block_row * up_slots
-                add_product(
-                    sums, SUMS, x, width, row, rows, up, up_columns, first, first + up_slots, i, b
-                )
-            finish_hidden(
-                sums, hidden, kept_gate, kept_up, counts, absolute_sums,
-                row, rows, strip, neurons, gated, kept,
-            )  # fmt: skip
-        item += grid_threads() // 32
-
-
-@kernel(threads=HOLDING_THREADS, shared_memory=HELD_BYTES)
-def hidden_forward_held(
-    x, gate, gate_columns, gate_slots, up, up_columns, up_slots, hidden, kept_gate, kept_up,
-    counts, absolute_sums, rows, width, neurons, b, gated, kept,
-):  # fmt: skip
-    """Do as hidden_forward, with TOKENS rows of x in shared memory at a time."""
-    sums = cuda.local.array(TWO_SUMS, types.float32)
-    held = cuda.shared.array(0, types.uint32)
-    stride = stride_of(width)
-    strips = neurons // STRIP
-    items = (rows + TOKENS - 1) // TOKENS * strips
-    item = items * cuda.blockIdx.x // cuda.gridDim.x
-    end = items * (cuda.blockIdx.x + 1) // cuda.gridDim.x
-    while item < end:
-        row = item // strips * TOKENS
-        hold_rows(x, width, row, rows, held, stride)
-        strip = item % strips + cuda.threadIdx.x // 32
-        last_strip = min(strips, item % strips + end - item)
-        item += last_strip - item % strips
-        while strip < last_strip:
-            block_row = strip * STRIP // b
-            i = strip * STRIP % b
-            clear(sums, TWO_SUMS)
-            first = block_row * gate_slots
-            add_held_product(
-                sums, 0, x, held, stride, gate, gate_columns, first, first + gate_slots, i, b
-            )
-            if gated != 0:
-                first = block_row * up_slots
-                add_held_product(
-                    sums, SUMS, x, held, stride, up, up_columns, first, first + up_slots, i, b
-                )
-            finish_hidden(
-                sums, hidden, kept_gate, kept_up, counts, absolute_sums,
-                row, rows, strip, neurons, gated, kept,
-            )  # fmt: skip
-            strip += cuda.blockDim.x // 32
-        cuda.syncthreads()  # the next rows are written to the same place
+                first = ((tile * 2 + half) * (strip // 32) + n) * 4
+                g_words = (words[first], words[first + 1], words[first + 2], words[first + 3])
+                g = eight_numbers_of(hidden, g_words)
+                u = g
+                if gated != 0:
+                    u_words = eight_sums(hidden, sums, strip, tile, half, n)
+                    store_four_words(kept_up, token * neurons + neuron, u_words)
+                    u = eight_numbers_of(hidden, u_words)
+                h = (
+                    gated_relu(g[0], u[0], gated), gated_relu(g[1], u[1], gated),
+                    gated_relu(g[2], u[2], gated), gated_relu(g[3], u[3], gated),
+                    gated_relu(g[4], u[4], gated), gated_relu(g[5], u[5], gated),
+                    gated_relu(g[6], u[6], gated), gated_relu(g[7], u[7], gated),
+                )  # fmt: skip
+                store_four_words(hidden, token * neurons + neuron, words_of(hidden, *h))
+                for k in range(8):
+                    total[k] += abs(h[k])
+                    counted[k] += types.int32(h[k] != 0)
+    for k in range(8):
+        all_counted = sum_of_groups(counted[k])
+        whole = sum_of_groups(total[k])
+        if lane // 4 == 0 and row < rows:
+            part = row // TOKENS * neurons + neuron + k
+            store(counts, part, all_counted)
+            store(absolute_sums, part, whole)
 
 
 @inlined
-def d_gate_and_d_up(gradient, scale, h, g, u, gated):
+def sum_of_groups(value):
+    """Return the sum over a warp's eight groups of four lanes."""
+    value += cuda.shfl_xor_sync(FULL_WARP, value, 4)
+    value += cuda.shfl_xor_sync(FULL_WARP, value, 8)
+    value += cuda.shfl_xor_sync(FULL_WARP, value, 16)
+    return value
+
+
+@inlined
+def d_gate_and_d_up(gradient, scale, g, u, gated):
     """Return dg and du of an entry from dh; ``scale`` is that of the L1 term."""
+    h = gated_relu(g, u, gated)
+    slope = types.float32(0)
     if h > 0:
-        gradient += scale
-    elif h < 0:
-        gradient -= scale
-    elif h != 0:
-        gradient += h  # NaN
+        slope = scale
+    if h < 0:
+        slope = -scale
+    if math.isnan(h):
+        slope = h
+    gradient += slope
     if g <= 0:
         gradient = types.float32(0)
     d_up = gradient * g
@@ -383,95 +343,169 @@ def d_gate_and_d_up(gradient, scale, h, g, u, gated):
 
 @inlined
 def finish_d_hidden(
-    sums, gate, up, hidden, l1_scale, d_gate, d_up, row, rows, strip, neurons, gated
+    sums, strip, gate, up, l1_scale, d_gate, d_up, row, rows, neurons, neuron, gated
 ):
     """Write dg and du of a strip."""
     lane = types.int32(cuda.threadIdx.x) % 32
-    neuron = strip * STRIP + 4 * (lane // 4)
-    place = lane % 4
+    row += types.int32(cuda.threadIdx.x) // 32 * TOKENS
     scale = types.float32(load(l1_scale, 0))
-    for n in range(TILES):
-        for s in range(2):
-            token = row + n * 8 + 2 * place + s
+    for tile in range(2):
+        for half in range(2):
+            token = row + tile * 16 + half * 8 + lane // 4
             if token < rows:
-                start = token * neurons + neuron
-                h = numbers_of(hidden, load_two_words(hidden, start))
-                g = h
-                u = h
-                if gated != 0:
-                    g = numbers_of(gate, load_two_words(gate, start))
-                    u = numbers_of(up, load_two_words(up, start))
-                top = n * 4 + s
-                bottom = (TILES + n) * 4 + s
-                first = d_gate_and_d_up(sums[top], scale, h[0], g[0], u[0], gated)
-                second = d_gate_and_d_up(sums[top + 2], scale, h[1], g[1], u[1], gated)
-                third = d_gate_and_d_up(sums[bottom], scale, h[2], g[2], u[2], gated)
-                fourth = d_gate_and_d_up(sums[bottom + 2], scale, h[3], g[3], u[3], gated)
-                store_four(d_gate, start, first[0], second[0], third[0], fourth[0])
-                if gated != 0:
-                    store_four(d_up, start, first[1], second[1], third[1], fourth[1])
+                for n in range(strip // 32):
+                    start = token * neurons + neuron + n * 32 + lane % 4 * 8
+                    g = eight_numbers_of(gate, load_four_words(gate, start))
+                    u = g
+                    if gated != 0:
+                        u = eight_numbers_of(up, load_four_words(up, start))
+                    k = tile * (strip // 2) + n * 16 + half * 2
+                    d0 = d_gate_and_d_up(sums[k], scale, g[0], u[0], gated)
+                    d1 = d_gate_and_d_up(sums[k + 1], scale, g[1], u[1], gated)
+                    d2 = d_gate_and_d_up(sums[k + 4], scale, g[2], u[2], gated)
+                    d3 = d_gate_and_d_up(sums[k + 5], scale, g[3], u[3], gated)
+                    d4 = d_gate_and_d_up(sums[k + 8], scale, g[4], u[4], gated)
+                    d5 = d_gate_and_d_up(sums[k + 9], scale, g[5], u[5], gated)
+                    d6 = d_gate_and_d_up(sums[k + 12], scale, g[6], u[6], gated)
+                    d7 = d_gate_and_d_up(sums[k + 13], scale, g[7], u[7], gated)
+                    words = words_of(gate, d0[0], d1[0], d2[0], d3[0], d4[0], d5[0], d6[0], d7[0])
+                    store_four_words(d_gate, start, words)
+                    if gated != 0:
+                        words = words_of(
+                            gate, d0[1], d1[1], d2[1], d3[1], d4[1], d5[1], d6[1], d7[1]
+                        )
+                        store_four_words(d_up, start, words)
 
 
-@kernel(threads=THREADS)
-def hidden_backward(
-    dy, down, down_columns, down_slots, gate, up, hidden, l1_scale, d_gate, d_up,
-    rows, width, neurons, b, gated,
+def make_hidden_forward(strip):
+    """Return the kernel for strips of 32 or 64 neurons."""
+    half, quarter = strip // 2, strip * strip // 8 // THREADS
+    size, room = STAGES * (ROWS + strip) * strip * 2, ROOM[strip]
+
+    @kernel(threads=THREADS, shared_memory=size, blocks_per_multiprocessor=room)
+    def hidden_forward(
+        x, gate, gate_columns, gate_slots, up, up_columns, up_slots, hidden, kept_gate, kept_up,
+        counts, absolute_sums, rows, width, neurons, b, gated,
+    ):  # fmt: skip
+        """Compute h, g and u."""
+        ring = cuda.shared.array(0, types.uint32)
+        sums = cuda.local.array(strip, types.float32)
+        words = cuda.local.array(half, types.uint32)
+        total = cuda.local.array(8, types.float32)
+        counted = cuda.local.array(8, types.int32)
+        w_to = cuda.local.array(quarter, types.int32)
+        strips = types.uint32(neurons) // types.uint32(strip)
+        first, second = (x, gate, gate_columns), (x, up, up_columns)
+        item = types.uint32(cuda.blockIdx.x)
+        while item < types.uint32((rows + ROWS - 1) // ROWS) * strips:
+            row = types.int64(item // strips) * ROWS
+            neuron = types.int64(item % strips) * strip
+            block_row = types.int64(types.uint32(neuron) // types.uint32(b))
+            i = neuron - block_row * b
+            first_at = block_row * gate_slots
+            second_at = block_row * up_slots
+            in_block = types.int32(types.uint32(b) // types.uint32(strip))
+            middle = blocks_in_row(gate_columns, first_at, gate_slots) * in_block
+            steps = middle
+            if gated != 0:
+                steps += blocks_in_row(up_columns, second_at, up_slots) * in_block
+            place = start_product(
+                w_to, strip, middle, steps, first, first_at, second, second_at,
+                width, row, rows, i, b,
+            )  # fmt: skip
+            for step in range(STAGES - 1):
+                place = copy_step(
+                    types.int32(step), steps, middle, types.int32(step), place, w_to, strip, ring,
+                    first, second, second_at, width, row, rows, b,
+                )  # fmt: skip
+            clear(sums, strip)
+            stage, place = add_steps(
+                sums, 0, middle, steps, middle, types.int32(0), place, w_to, strip, ring,
+                first, second, second_at, width, row, rows, b,
+            )  # fmt: skip
+            put_gate(words, sums, strip, kept_gate, row, rows, neurons, neuron, gated)
+            clear(sums, strip)
+            add_steps(
+                sums, middle, steps, steps, middle, stage, place, w_to, strip, ring,
+                first, second, second_at, width, row, rows, b,
+            )  # fmt: skip
+            cuda.syncthreads()  # the next copies are written to the same place
+            finish_hidden(
+                words, sums, strip, 0, total, counted, hidden, kept_up, counts, absolute_sums,
+                row, rows, neurons, neuron, gated,
+            )  # fmt: skip
+            if strip == 64:
+                finish_hidden(
+                    words, sums, strip, 1, total, counted, hidden, kept_up, counts, absolute_sums,
+                    row, rows, neurons, neuron, gated,
+                )  # fmt: skip
+            item += types.uint32(cuda.gridDim.x)
+
+    return hidden_forward
+
+
+@inlined
+def multiply(
+    sums, w_to, strip, ring, first, first_at, first_count, second, second_at, second_count,
+    width, row, rows, i, b,
 ):  # fmt: skip
-    """Compute dg and du; a warp takes TOKENS rows of 32 neurons."""
-    sums = cuda.local.array(SUMS, types.float32)
-    strips = neurons // STRIP
-    groups = ((rows + TOKENS - 1) // TOKENS + SHARING - 1) // SHARING
-    item = global_thread() // 32
-    while item < groups * strips * SHARING:
-        row = (item // SHARING // strips * SHARING + item % SHARING) * TOKENS
-        strip = item // SHARING % strips
-        if row < rows:
-            first = strip * STRIP // b * down_slots
-            clear(sums, SUMS)
-            add_product(
-                sums, 0, dy, width, row, rows, down, down_columns,
-                first, first + down_slots, strip * STRIP % b, b,
+    """Compute the sum of two products of ROWS rows with rows i to i + strip of some blocks."""
+    in_block = types.int32(types.uint32(b) // types.uint32(strip))
+    middle = types.int32(first_count) * in_block
+    steps = middle + types.int32(second_count) * in_block
+    clear(sums, strip)
+    place = start_product(
+        w_to, strip, middle, steps, first, first_at, second, second_at, width, row, rows, i, b
+    )
+    for step in range(STAGES - 1):
+        place = copy_step(
+            types.int32(step), steps, middle, types.int32(step), place, w_to, strip, ring,
+            first, second, second_at, width, row, rows, b,
+        )  # fmt: skip
+    add_steps(
+        sums, 0, steps, steps, middle, types.int32(0), place, w_to, strip, ring,
+        first, second, second_at, width, row, rows, b,
+    )  # fmt: skip
+    cuda.syncthreads()  # the next product's copies are written to the same place
+
+
+def make_hidden_backward(strip):
+    """Return the kernel for strips of 32 or 64 neurons."""
+    quarter = strip * strip // 8 // THREADS
+    size, room = STAGES * (ROWS + strip) * strip * 2, ROOM[strip]
+
+    @kernel(threads=THREADS, shared_memory=size, blocks_per_multiprocessor=room)
+    def hidden_backward(
+        dy, down, down_columns, down_slots, gate, up, l1_scale, d_gate, d_up,
+        rows, width, neurons, b, gated,
+    ):  # fmt: skip
+        """Compute dg and du."""
+        ring = cuda.shared.array(0, types.uint32)
+        sums = cuda.local.array(strip, types.float32)
+        w_to = cuda.local.array(quarter, types.int32)
+        strips = types.uint32(neurons) // types.uint32(strip)
+        item = types.uint32(cuda.blockIdx.x)
+        operand = (dy, down, down_columns)
+        while item < types.uint32((rows + ROWS - 1) // ROWS) * strips:
+            row = types.int64(item // strips) * ROWS
+            neuron = types.int64(item % strips) * strip
+            block_row = types.int64(types.uint32(neuron) // types.uint32(b))
+            i = neuron - block_row * b
+            first = block_row * down_slots
+            multiply(
+                sums, w_to, strip, ring, operand, first,
+                blocks_in_row(down_columns, first, down_slots), operand, first, 0,
+                width, row, rows, i, b,
             )  # fmt: skip
             finish_d_hidden(
-                sums, gate, up, hidden, l1_scale, d_gate, d_up, row, rows, strip, neurons, gated
+                sums, strip, gate, up, l1_scale, d_gate, d_up, row, rows, neurons, neuron, gated
             )
-        item += grid_threads() // 32
+            item += types.uint32(cuda.gridDim.x)
+
+    return hidden_backward
 
 
-@kernel(threads=HOLDING_THREADS, shared_memory=HELD_BYTES)
-def hidden_backward_held(
-    dy, down, down_columns, down_slots, gate, up, hidden, l1_scale, d_gate, d_up,
-    rows, width, neurons, b, gated,
-):  # fmt: skip
-    """Do as hidden_backward, with TOKENS rows of dy in shared memory at a time."""
-    sums = cuda.local.array(SUMS, types.float32)
-    held = cuda.shared.array(0, types.uint32)
-    stride = stride_of(width)
-    strips = neurons // STRIP
-    items = (rows + TOKENS - 1) // TOKENS * strips
-    item = items * cuda.blockIdx.x // cuda.gridDim.x
-    end = items * (cuda.blockIdx.x + 1) // cuda.gridDim.x
-    while item < end:
-        row = item // strips * TOKENS
-        hold_rows(dy, width, row, rows, held, stride)
-        strip = item % strips + cuda.threadIdx.x // 32
-        last_strip = min(strips, item % strips + end - item)
-        item += last_strip - item % strips
-        while strip < last_strip:
-            first = strip * STRIP // b * down_slots
-            clear(sums, SUMS)
-            add_held_product(
-                sums, 0, dy, held, stride, down, down_columns,
-                first, first + down_slots, strip * STRIP % b, b,
-            )  # fmt: skip
-            finish_d_hidden(
-                sums, gate, up, hidden, l1_scale, d_gate, d_up, row, rows, strip, neurons, gated
-            )
-            strip += cuda.blockDim.x // 32
-        cuda.syncthreads()
-
-
-@kernel(threads=THREADS)
+@kernel(threads=256)
 def turn_blocks(values, starts, blocks, turned, block_rows, columns, slots, b):
     """Write the transposes of blocks in the order of columns, and the row each comes from.
 
@@ -490,170 +524,219 @@ def turn_blocks(values, starts, blocks, turned, block_rows, columns, slots, b):
             store(block_rows, target, block // slots)
 
 
-@kernel(threads=THREADS)
-def sum_columns(
-    first_left, first_turned, first_rows, first_starts,
-    second_left, second_turned, second_rows, second_starts,
-    out, rows, inner, width, b, matrices,
-):  # fmt: skip
-    """Compute left @ W, or the sum of two such products, from W's transposed blocks by column."""
-    sums = cuda.local.array(SUMS, types.float32)
-    strips = width // STRIP
-    groups = ((rows + TOKENS - 1) // TOKENS + SHARING - 1) // SHARING
-    item = global_thread() // 32
-    lane = types.int32(cuda.threadIdx.x) % 32
-    while item < groups * strips * SHARING:
-        row = (item // SHARING // strips * SHARING + item % SHARING) * TOKENS
-        strip = item // SHARING % strips
-        if row < rows:
-            column = strip * STRIP // b
-            i = strip * STRIP % b
-            clear(sums, SUMS)
-            add_product(
-                sums, 0, first_left, inner, row, rows, first_turned, first_rows,
-                load(first_starts, column), load(first_starts, column + 1), i, b,
-            )  # fmt: skip
+def make_sum_columns(strip):
+    """Return the kernel for strips of 32 or 64 columns."""
+    quarter = strip * strip // 8 // THREADS
+    size, room = STAGES * (ROWS + strip) * strip * 2, ROOM[strip]
+
+    @kernel(threads=THREADS, shared_memory=size, blocks_per_multiprocessor=room)
+    def sum_columns(
+        first_left, first_turned, first_rows, first_starts,
+        second_left, second_turned, second_rows, second_starts,
+        out, rows, inner, width, b, matrices,
+    ):  # fmt: skip
+        """Compute left @ W, or the sum of two of them, from W's transposed blocks by column."""
+        ring = cuda.shared.array(0, types.uint32)
+        sums = cuda.local.array(strip, types.float32)
+        w_to = cuda.local.array(quarter, types.int32)
+        strips = types.uint32(width) // types.uint32(strip)
+        lane = types.int32(cuda.threadIdx.x) % 32
+        item = types.uint32(cuda.blockIdx.x)
+        while item < types.uint32((rows + ROWS - 1) // ROWS) * strips:
+            row = types.int64(item // strips) * ROWS
+            start = types.int64(item % strips) * strip
+            column = types.int64(types.uint32(start) // types.uint32(b))
+            first = types.int64(load(first_starts, column))
+            second = types.int64(load(second_starts, column))
+            second_count = types.int64(0)
             if matrices == 2:
-                add_product(
-                    sums, 0, second_left, inner, row, rows, second_turned, second_rows,
-                    load(second_starts, column), load(second_starts, column + 1), i, b,
-                )  # fmt: skip
-            for n in range(TILES):
-                for s in range(2):
-                    token = row + n * 8 + lane % 4 * 2 + s
-                    if token < rows:
-                        store_four(
-                            out, token * width + strip * STRIP + 4 * (lane // 4),
-                            sums[n * 4 + s], sums[n * 4 + s + 2],
-                            sums[(TILES + n) * 4 + s], sums[(TILES + n) * 4 + s + 2],
-                        )  # fmt: skip
-        item += grid_threads() // 32
+                second_count = types.int64(load(second_starts, column + 1)) - second
+            multiply(
+                sums, w_to, strip, ring, (first_left, first_turned, first_rows), first,
+                types.int64(load(first_starts, column + 1)) - first,
+                (second_left, second_turned, second_rows), second, second_count,
+                inner, row, rows, start - column * b, b,
+            )  # fmt: skip
+            token = row + types.int32(cuda.threadIdx.x) // 32 * TOKENS + lane // 4
+            for tile in range(2):
+                for half in range(2):
+                    at = token + tile * 16 + half * 8
+                    if at < rows:
+                        for n in range(strip // 32):
+                            words = eight_sums(out, sums, strip, tile, half, n)
+                            place = at * width + start + n * 32 + lane % 4 * 8
+                            store_four_words(out, place, words)
+            item += types.uint32(cuda.gridDim.x)
+
+    return sum_columns
 
 
 @inlined
-def load_tokens(words, first, X, width, column, token, end):
-    """Write four adjacent numbers of four tokens to eight words of a local array."""
-    for k in range(4):
-        two = (types.uint32(0), types.uint32(0))
-        if token + k < end:
-            two = load_two_words(X, (token + k) * width + column)
-        words[first + 2 * k] = two[0]
-        words[first + 2 * k + 1] = two[1]
-
-
-@inlined
-def pair_tokens(words, first):
-    """Return eight words of two tokens' numbers each: four of the first two, four of the others."""
-    w = words
-    return (
-        low_halves(w[first], w[first + 2]),
-        high_halves(w[first], w[first + 2]),
-        low_halves(w[first + 1], w[first + 3]),
-        high_halves(w[first + 1], w[first + 3]),
-        low_halves(w[first + 4], w[first + 6]),
-        high_halves(w[first + 4], w[first + 6]),
-        low_halves(w[first + 5], w[first + 7]),
-        high_halves(w[first + 5], w[first + 7]),
-    )
-
-
-@inlined
-def load_step(words, left, left_width, rows, right, right_width, column, token, end):
-    """Load what sixteen tokens add to two pieces."""
-    load_tokens(words, 0, right, right_width, column, token, end)
-    load_tokens(words, 8, left, left_width, rows[0], token, end)
-    load_tokens(words, 16, left, left_width, rows[1], token, end)
-
-
-@inlined
-def add_step(left, sums, words):
-    """Add what sixteen tokens add to two pieces."""
-    c = pair_tokens(words, 0)
-    for k in range(2):
-        a = pair_tokens(words, 8 + 8 * k)
-        for q in range(4):
-            top = (k * 8 + q) * 4
-            multiply_add(left, sums, top, a[0], a[1], a[4], a[5], c[q], c[4 + q])
-            bottom = (k * 8 + 4 + q) * 4
-            multiply_add(left, sums, bottom, a[2], a[3], a[6], a[7], c[q], c[4 + q])
-
-
-@inlined
-def store_piece(partial, start, b, sums, first):
-    """Write a piece's sums to 32 rows of a block, from ``start`` on."""
-    lane = types.int32(cuda.threadIdx.x) % 32
-    for t in range(4):
-        at = start + (lane // 4 * 4 + t) * b + lane % 4 * 8
-        for q in range(4):
-            k = first + (t // 2 * 4 + q) * 4 + t % 2 * 2
-            store(partial, at + q, sums[k])
-            store(partial, at + 4 + q, sums[k + 1])
-
-
-@inlined
-def locate_piece(piece, blocks, block_columns, slots, b):
-    """Return the row and the column at which a piece of a matrix begins, and its first value."""
-    in_block = b // STRIP
-    inside = piece % (in_block * in_block)
-    block = types.int64(load(blocks, piece // (in_block * in_block)))
-    i = inside % in_block * STRIP
-    j = inside // in_block * STRIP
-    row = block // slots * b + i
+def locate_piece(piece, blocks, block_columns, slots, strip, b):
+    """Return the row and the column at which a strip x strip piece begins, and its first value."""
+    in_block = types.int32(types.uint32(b) // types.uint32(strip))
+    whole = types.uint32(piece) // types.uint32(in_block * in_block)
+    inside = types.uint32(piece) - whole * types.uint32(in_block * in_block)
+    i = types.int32(inside % types.uint32(in_block)) * strip
+    j = types.int32(inside // types.uint32(in_block)) * strip
+    block = types.int64(load(blocks, whole))
+    row = types.int64(types.uint32(block) // types.uint32(slots)) * b + i
     column = types.int64(load(block_columns, block)) * b + j
     return row, column, (block * b + i) * b + j
 
 
-@kernel(threads=THREADS)
-def sample_blocks(
-    left, right, starts, blocks, block_columns, partial,
-    rows, neurons, width, slots, b, groups, parts, tokens_of_part,
-):  # fmt: skip
-    """Add up left^T @ right at a matrix's blocks, over a part of the tokens each.
-
-    A warp takes two pieces of 32 x 32 numbers that follow each other down a column of blocks: they
-    share what they need of ``right``, as the warps beside it do.
-    """
-    sums = cuda.local.array(TWO_PIECES, types.float32)
-    words = cuda.local.array(STEP_WORDS, types.uint32)
-    later = cuda.local.array(STEP_WORDS, types.uint32)
-    lane = types.int32(cuda.threadIdx.x) % 32
-    group = 4 * (lane // 4)
-    place = 4 * (lane % 4)
-    in_block = b // STRIP
-    pieces = types.int64(load(starts, width // b)) * in_block * in_block
-    size = neurons // b * slots * b * b
-    item = global_thread() // 32
-    while item < parts * groups:
-        part = item // groups
-        piece = item % groups * 2
-        if piece < pieces:
-            first = locate_piece(piece, blocks, block_columns, slots, b)
-            second = locate_piece(min(piece + 1, pieces - 1), blocks, block_columns, slots, b)
-            is_one_column = first[1] == second[1]
-            lines = (first[0] + group, second[0] + group)
-            end = min(rows, (part + 1) * tokens_of_part)
-            turn = 0
-            while turn < 2:
-                column = (first[1] if turn == 0 else second[1]) + group
-                clear(sums, TWO_PIECES)
-                step = part * tokens_of_part
-                load_step(words, left, neurons, lines, right, width, column, step + place, end)
-                while step < end:
-                    step += 16
-                    load_step(later, left, neurons, lines, right, width, column, step + place, end)
-                    add_step(left, sums, words)
-                    for w in range(STEP_WORDS):
-                        words[w] = later[w]
-                if turn == 0:
-                    store_piece(partial, part * size + first[2], b, sums, 0)
-                if is_one_column or turn == 1:
-                    store_piece(partial, part * size + second[2], b, sums, 32)
-                    turn = 1
-                turn += 1
-        item += grid_threads() // 32
+@inlined
+def copy_tokens(ring, stage, strip, left, left_from, neurons, right, right_from, width, token, end):
+    """Begin to copy what STEP tokens multiply: strips of left, and of right."""
+    thread = types.int32(cuda.threadIdx.x)
+    across = strip // 8
+    line = thread // across
+    to = stage * (SAMPLE_THREADS * STEP) + line * (strip // 2)
+    to += exchanged(strip, line, thread % across)
+    lines = SAMPLE_THREADS // across * (strip // 2)
+    at = token + line % STEP
+    is_there = at < end
+    start = at * neurons
+    for k in range(STEP // 8):
+        copy_ahead(ring, to + k * lines, left, start + left_from[k], is_there)
+    to += SAMPLE_THREADS * (STEP // 2)
+    start = at * width
+    for k in range(STEP // 8):
+        if right_from[k] >= 0:
+            copy_ahead(ring, to + k * lines, right, start + right_from[k], is_there)
+    end_of_copies()
 
 
-@kernel(threads=THREADS)
+@inlined
+def add_tokens(sums, strip, ring, stage, slot, left):
+    """Add what STEP tokens add to 32 rows of a warp's piece, of which ``slot`` has the columns."""
+    thread = types.int32(cuda.threadIdx.x)
+    lane = thread % 32
+    words = strip // 2
+    target = stage * (SAMPLE_THREADS * STEP)
+    rows = thread // 32 % (strip // 32) * 4
+    mine = target + thread // strip * (STEP * words) + (lane // 16 * 8 + lane % 8) * words
+    other = target + SAMPLE_THREADS * (STEP // 2) + slot * (STEP * words)
+    other += (lane // 8 % 2 * 8 + lane % 8) * words
+    for k in range(STEP // 16):
+        chunk = exchanged(strip, lane % 8, rows + lane // 8 % 2)
+        a = load_transposed_matrices(ring, mine + k * 16 * words + chunk)
+        chunk = exchanged(strip, lane % 8, rows + 2 + lane // 8 % 2)
+        c = load_transposed_matrices(ring, mine + k * 16 * words + chunk)
+        for q in range(strip // 16):
+            chunk = exchanged(strip, lane % 8, 2 * q + lane // 16)
+            w = load_transposed_matrices(ring, other + k * 16 * words + chunk)
+            top = q * 8
+            multiply_add(left, sums, top, a[0], a[1], a[2], a[3], w[0], w[1])
+            multiply_add(left, sums, top + 4, a[0], a[1], a[2], a[3], w[2], w[3])
+            bottom = strip // 2 + q * 8
+            multiply_add(left, sums, bottom, c[0], c[1], c[2], c[3], w[0], w[1])
+            multiply_add(left, sums, bottom + 4, c[0], c[1], c[2], c[3], w[2], w[3])
+
+
+def make_sample_blocks(strip):
+    """Return the kernel for pieces of 32 x 32 or 64 x 64 numbers."""
+    size = SAMPLE_STAGES * 2 * SAMPLE_THREADS * STEP * 2
+    copies, together = STEP // 8, SAMPLE_THREADS // strip
+
+    @kernel(threads=SAMPLE_THREADS, shared_memory=size, blocks_per_multiprocessor=SAMPLE_ROOM)
+    def sample_blocks(
+        left, right, starts, blocks, block_columns, partial,
+        rows, neurons, width, slots, b, groups, parts, tokens_of_part,
+    ):  # fmt: skip
+        """Add up left^T @ right at a matrix's blocks, over a part of the tokens each.
+
+        A block of threads takes pieces that follow each other down the columns of blocks; those of
+        one column share what they need of ``right``.
+        """
+        ring = cuda.shared.array(0, types.uint32)
+        sums = cuda.local.array(strip, types.float32)
+        left_from = cuda.local.array(copies, types.int32)
+        right_from = cuda.local.array(copies, types.int32)
+        thread = types.int32(cuda.threadIdx.x)
+        lane = thread % 32
+        in_block = types.int32(types.uint32(b) // types.uint32(strip))
+        pieces = types.int32(load(starts, types.uint32(width) // types.uint32(b)))
+        pieces *= in_block * in_block
+        item = types.uint32(cuda.blockIdx.x)
+        while item < types.uint32(parts * groups):
+            part = types.int64(item // types.uint32(groups))
+            first = types.int32(item % types.uint32(groups)) * types.int32(together)
+            if first < pieces:
+                for k in range(copies):
+                    line = thread // (strip // 8) + k * (SAMPLE_THREADS // (strip // 8))
+                    piece = first + line // STEP
+                    right_from[k] = -1
+                    place = locate_piece(
+                        min(piece, pieces - 1), blocks, block_columns, slots, strip, b
+                    )
+                    left_from[k] = place[0] + thread % (strip // 8) * 8
+                    before = types.int64(-1)
+                    if piece > first:
+                        other = locate_piece(
+                            min(piece, pieces) - 1, blocks, block_columns, slots, strip, b
+                        )
+                        before = other[1]
+                    if place[1] != before:
+                        right_from[k] = place[1] + thread % (strip // 8) * 8
+                slot = thread // strip
+                piece = first + slot
+                mine = locate_piece(min(piece, pieces - 1), blocks, block_columns, slots, strip, b)
+                is_same = slot > 0
+                while is_same:
+                    other = locate_piece(
+                        min(first + slot, pieces) - 1, blocks, block_columns, slots, strip, b
+                    )
+                    is_same = other[1] == mine[1]
+                    if is_same:
+                        slot -= types.int32(1)
+                        is_same = slot > 0
+                clear(sums, strip)
+                token = part * tokens_of_part
+                end = min(rows, token + tokens_of_part)
+                for stage in range(SAMPLE_STAGES - 1):
+                    copy_tokens(
+                        ring, types.int32(stage), strip, left, left_from, neurons,
+                        right, right_from, width, token + stage * STEP, end,
+                    )  # fmt: skip
+                stage = types.int32(0)
+                while token < end:
+                    wait_for_older_copies()
+                    cuda.syncthreads()
+                    copy_tokens(
+                        ring, stage_after(stage, SAMPLE_STAGES - 1, SAMPLE_STAGES), strip,
+                        left, left_from, neurons, right, right_from, width,
+                        token + (SAMPLE_STAGES - 1) * STEP, end,
+                    )  # fmt: skip
+                    if piece < pieces:
+                        add_tokens(sums, strip, ring, stage, slot, left)
+                    stage = stage_after(stage, 1, SAMPLE_STAGES)
+                    token += STEP
+                cuda.syncthreads()  # the next copies are written to the same place
+                if piece < pieces:
+                    line = thread // 32 % (strip // 32) * 32 + lane // 4
+                    start = part * (neurons // b * slots * b * b) + mine[2]
+                    for tile in range(2):
+                        for half in range(2):
+                            at = start + (line + tile * 16 + half * 8) * b + lane % 4 * 2
+                            for q in range(strip // 8):
+                                k = tile * (strip // 2) + q * 4 + half * 2
+                                store(partial, at + q * 8, sums[k])
+                                store(partial, at + q * 8 + 1, sums[k + 1])
+            item += types.uint32(cuda.gridDim.x)
+
+    return sample_blocks
+
+
+hidden_forward_32, hidden_forward_64 = make_hidden_forward(32), make_hidden_forward(64)
+hidden_backward_32, hidden_backward_64 = make_hidden_backward(32), make_hidden_backward(64)
+sum_columns_32, sum_columns_64 = make_sum_columns(32), make_sum_columns(64)
+sample_blocks_32, sample_blocks_64 = make_sample_blocks(32), make_sample_blocks(64)
+# The most that a block of threads takes.
+SHARED_MEMORY = hidden_forward_64.shared_memory
+
+
+@kernel(threads=256)
 def add_parts(partial, block_columns, gradient, size, block_size, parts):
     """Add the parts' sums to a gradient, where there are blocks; four numbers a thread."""
     i = global_thread() * 4
@@ -667,17 +750,31 @@ def add_parts(partial, block_columns, gradient, size, block_size, parts):
         i += grid_threads() * 4
 
 
-@kernel(threads=THREADS)
+@kernel(threads=1024)
 def add_counts(counts, part_sums, nonzeros, absolute_sums, fired, parts, neurons):
-    """Add up what was counted for each neuron."""
-    neuron = global_thread()
-    while neuron < neurons:
+    """Add up what was counted for each neuron; 32 neurons a block of threads."""
+    totals = cuda.shared.array(1024, types.float64)
+    numbers = cuda.shared.array(1024, types.int64)
+    lane = types.int32(cuda.threadIdx.x) % 32
+    item = types.int64(cuda.blockIdx.x)
+    while item * 32 < neurons:
+        neuron = item * 32 + lane
         count = types.int64(0)
         total = types.float64(0)
-        for part in range(parts):
+        part = types.int64(cuda.threadIdx.x // 32)
+        while part < parts and neuron < neurons:
             count += load(counts, part * neurons + neuron)
             total += load(part_sums, part * neurons + neuron)
-        store(nonzeros, neuron, count)
-        store(absolute_sums, neuron, total)
-        store(fired, neuron, types.int64(count != 0))
-        neuron += grid_threads()
+            part += cuda.blockDim.x // 32
+        totals[cuda.threadIdx.x] = total
+        numbers[cuda.threadIdx.x] = count
+        cuda.syncthreads()
+        if cuda.threadIdx.x < 32 and neuron < neurons:
+            for warp in range(1, cuda.blockDim.x // 32):
+                count += numbers[warp * 32 + lane]
+                total += totals[warp * 32 + lane]
+            store(nonzeros, neuron, count)
+            store(absolute_sums, neuron, total)
+            store(fired, neuron, types.int64(count != 0))
+        cuda.syncthreads()
+        item += cuda.gridDim.x

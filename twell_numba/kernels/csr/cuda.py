@@ -6,6 +6,11 @@ Every number of a result is summed by one warp or thread in the order of the ent
 the same bits in every run. Products with the transpose go over A's entries by column; that order is
 made once for a pattern of entries.
 
+Bound by the second-level cache: with many columns every entry of A reads its row of X from there.
+On an H200, A of 5632 x 2048 with 1% of entries and X of 16384 columns take 0.77 ms in float32,
+0.68 ms in bfloat16; cuSPARSE takes 4.5 ms. Columns of X held in shared memory were slower: 1.35 and
+0.94 ms.
+
 For the layers see :mod:`twell_numba.kernels.sparse_ffn.cuda`.
 """
 
@@ -20,7 +25,6 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.formats import CSRMatrix
-from twell_numba.kernels.csr import cuda_held
 from twell_numba.kernels.csr.cuda_arrays import transposed
 from twell_numba.kernels.cuda_vectors import (
     add_unless_zero,
@@ -235,10 +239,6 @@ def _add_sampled(
     weight: CSRMatrix, left: DeviceArray, right: DeviceArray, gradient: DeviceArray
 ) -> None:
     """Add ``left[j] . right[d]`` at each stored entry (j, d)."""
-    eights = cuda_held.eights_held(weight, left, right)
-    if eights:
-        cuda_held.add_sampled(weight, left, right, gradient, eights)
-        return
     # not yet rounded to 16 bits: the sum with the gradient is
     products = empty(weight.data.shape, arithmetic_dtype(left.dtype), left.stream)
     _sample_into(products, weight, left, right)
@@ -257,10 +257,6 @@ def _sample_into(values: DeviceArray, A: CSRMatrix, Y: DeviceArray, X: DeviceArr
 def _gather_columns(A: CSRMatrix, X: DeviceArray, out: DeviceArray) -> None:
     rows = A.shape[0]
     columns = X.shape[1] if X.ndim == 2 else 1
-    eights = cuda_held.eights_held(A, out, X) if columns >= MANY else 0
-    if eights:
-        cuda_held.gather_columns(A, X, out, eights)
-        return
     arguments = (A.data, A.indices, A.indptr, X, out, rows, columns)
     if columns < WIDE:
         _gather_narrow(_gather_narrow.blocks_of_warps(rows * columns), *arguments)

@@ -80,6 +80,7 @@ def forward_kernel(registers, gated):
             count, total = 0, 0.0
             for j in range(fired.size):
                 row_product(gate, j, x_strip, g, 0, registers)
+                g[0, tokens:] = 0  # 0 * inf is NaN, and would fire where there is no token
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
@@ -143,6 +144,7 @@ def backward_kernel(registers, gated):
             dx_strip[:] = 0
             for j in range(neuron_count):
                 row_product(gate, j, x_strip, g, 0, registers)
+                g[0, tokens:] = 0  # 0 * inf is NaN, and would fire where there is no token
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
