@@ -80,7 +80,8 @@ def forward_kernel(registers, gated):
             count, total = 0, 0.0
             for j in range(fired.size):
                 row_product(gate, j, x_strip, g, 0, registers)
-                g[0, tokens:] = 0  # 0 * inf is NaN, and would fire where there is no token
+                if tokens < width:  # 0 * inf is NaN, and would fire where there is no token
+                    g[0, tokens:] = 0
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
@@ -144,7 +145,8 @@ def backward_kernel(registers, gated):
             dx_strip[:] = 0
             for j in range(neuron_count):
                 row_product(gate, j, x_strip, g, 0, registers)
-                g[0, tokens:] = 0  # 0 * inf is NaN, and would fire where there is no token
+                if tokens < width:  # 0 * inf is NaN, and would fire where there is no token
+                    g[0, tokens:] = 0
                 live_count = find_live(g, live)
                 if live_count == 0:
                     continue
