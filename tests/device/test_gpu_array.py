@@ -236,7 +236,21 @@ def test_a_capsule_nobody_takes_frees_its_memory(machine):
     del original
     gc.collect()
     assert memory() is not None
+    dlpack.drop_refused()
+    assert memory() is not None, "somebody holds the capsule"
     del capsule
+    dlpack.drop_refused()
+    gc.collect()
+    assert memory() is None
+
+
+def test_who_refuses_a_capsule_gives_the_reason(machine):
+    original = machine.upload(np.ones(5))
+    memory = weakref.ref(original.owner)
+    with pytest.raises((RuntimeError, BufferError), match="device"):
+        np.from_dlpack(original)
+    del original
+    dlpack.drop_refused()
     gc.collect()
     assert memory() is None
 

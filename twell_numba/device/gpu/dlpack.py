@@ -5,6 +5,7 @@ See dlpack.h of https://github.com/dmlc/dlpack: a capsule named ``dltensor`` hol
 """
 
 import ctypes
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,9 @@ _pointer_of = _python_function(
 )
 _set_name = _python_function("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 
-# What exported tensors refer to, by the tensor's address, until their deleter is called.
-_exported: dict[int, Any] = {}
+# What exported tensors refer to, by the tensor's address, until their deleter is called; and the
+# capsule, until the tensor has been taken out of it.
+_exported: dict[int, list[Any]] = {}
 
 
 @_Deleter
@@ -75,10 +77,27 @@ def _forget_tensor(address: int) -> None:
     _exported.pop(address, None)
 
 
-@_Deleter
-def _destroy_capsule(capsule: int) -> None:
-    if _is_valid(capsule, _NAME):  # nobody took the tensor
-        _exported.pop(_pointer_of(capsule, _NAME), None)
+def drop_refused() -> None:
+    """Forget tensors that nobody took out of their capsules, which are gone.
+
+    Called at every export, instead of by the capsules: who refuses one drops it with an error
+    pending, which a destructor written in Python would take for its own.
+    """
+    for address, export in list(_exported.items()):
+        if export[-1] is None:
+            continue
+        if not _is_valid(id(export[-1]), _NAME):
+            export[-1] = None  # taken: its deleter will be called
+        elif _references(export) == _UNHELD:
+            del _exported[address]
+
+
+def _references(export: list[Any]) -> int:
+    return sys.getrefcount(export[-1])
+
+
+# How many references the list alone makes; versions of Python count differently.
+_UNHELD = _references([object()])
 
 
 @dataclass(frozen=True)
@@ -110,6 +129,8 @@ def to_capsule(
 ) -> Any:
     """Return a capsule of a C-contiguous array, which keeps ``owner`` alive.
 
+    If nobody takes the tensor, until the next export.
+
     Raises
     ------
     BufferError
@@ -130,8 +151,10 @@ def to_capsule(
     tensor.strides = ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64))
     managed.deleter = _forget_tensor
     address = ctypes.addressof(managed)
-    _exported[address] = (managed, sizes, steps, owner)
-    return _new_capsule(address, _NAME, ctypes.cast(_destroy_capsule, ctypes.c_void_p))
+    drop_refused()
+    capsule = _new_capsule(address, _NAME, None)
+    _exported[address] = [managed, sizes, steps, owner, capsule]
+    return capsule
 
 
 def from_capsule(capsule: Any) -> Tensor:
