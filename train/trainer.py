@@ -324,7 +324,7 @@ class Trainer:
         if self.model.weight_format != "dense":
             return 0.0
         strength = self.weight_sparsity.after_step(step, learning_rate, self.model.ffn_parameters)
-        if self.recorded is not None:
+        if self.recorded is not None and self.weight_sparsity.is_active:
             self.recorded.flat.refresh_copy()
         if step == self.config.sparse_from:
             self._freeze_zeros()
