@@ -147,7 +147,9 @@ def gated_ffn_forward(
 ) -> tuple[DeviceArray, DeviceSparseActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd with sparse weights.
 
-    Weights that are zero contribute nothing, whatever they meet. NaN is kept by relu.
+    Weights that are zero contribute nothing, whatever they meet; but for zeros inside of stored
+    blocks on tensor cores (16 bits, blocks of a multiple of 32), where 0 times NaN is NaN. NaN is
+    kept by relu.
 
     Parameters
     ----------
