@@ -46,7 +46,7 @@ GPU_PACKAGES = (
     GPUPackage("nvmath-python", ">=1.0,<2", "fast dense products", is_required=False),
     GPUPackage("nvidia-cublas", ">=13.0,<13.2", "fast dense products", is_required=False),
     GPUPackage("nvidia-cudnn-frontend", ">=1.27,<1.29", "fast attention", is_required=False),
-    GPUPackage("nvidia-cudnn-cu13", ">=9.19,<10", "fast attention", is_required=False),
+    GPUPackage("nvidia-cudnn-cu13", ">=9.19,<9.20", "fast attention", is_required=False),
 )
 
 
