@@ -1,5 +1,6 @@
 """All parameters of a model side by side in a GPU's memory, so that one kernel changes them all."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class FlatParameters:
     def part(self, flat: DeviceArray, name: str) -> DeviceArray:
         """Return the part of one of the arrays that belongs to a parameter, in its shape."""
         start, shape = self._places[name]
-        return flat[start : start + int(np.prod(shape))].reshape(shape)
+        return flat[start : start + math.prod(shape)].reshape(shape)
 
     def refresh_copy(self) -> None:
         """Make the copy anew, after the values were changed from outside."""

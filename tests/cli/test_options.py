@@ -50,20 +50,13 @@ def test_a_command_for_both_gets_the_device_chosen(has_gpu):
         assert error.count("\n") == 0
 
 
-def test_a_command_of_the_cpu_alone_refuses_a_gpu(has_gpu):
-    assert run(options.cpu_only_device_option) == (0, "cpu", "")
-    code, out, error = run(options.cpu_only_device_option, "--device", "cuda")
-    assert (code, out) == (1, "")
-    assert "--device cuda given, but this command computes on the CPU only" in error
-
-
 @pytest.mark.parametrize("wanted", ["auto", "cpu", "cuda", "cuda:3"])
 def test_a_command_that_computes_no_model_takes_any_device(has_gpu, wanted):
     assert run(options.any_device_option, "--device", wanted) == (0, "cpu", "")
     assert run(options.common_options, "--device", wanted) == (0, "none passed on", "")
 
 
-@pytest.mark.parametrize("name", ["device_option", "cpu_only_device_option", "any_device_option"])
+@pytest.mark.parametrize("name", ["device_option", "any_device_option"])
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:99999", ""])
 def test_other_names_are_wrong_use(name, wrong):
     code, out, error = run(getattr(options, name), "--device", wrong)

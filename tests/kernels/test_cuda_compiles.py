@@ -78,7 +78,7 @@ def signatures(dtype):
             "sum_parts": ("float64*", "float64*", size),
         },
         "cuda_sums": {
-            "_add": (wide_array, wide_array, size),
+            "_add": (array, wide_array, size),
             "_or": ("bool*", "bool*", size),
             "_add_time": ("float64*",),
         },
@@ -159,7 +159,6 @@ def signatures(dtype):
         "sparse_ffn": {
             "_gated_relu": (*[wide_array] * 3, index, "float64*", "bool*", *[size] * 3),
             "_gated_relu_backward": (*[wide_array] * 4, size, size),
-            "_add": (array, wide_array, size),
             "add_statistics": (index, "float64*", "float64*", size),
         },
         "transpose": {"_transpose": (array, wide_array, size, size)},

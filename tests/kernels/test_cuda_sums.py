@@ -17,6 +17,15 @@ def test_adds_an_array_to_another(rng, machine, dtype):
         np.testing.assert_array_equal(on_gpu.to_numpy(), target + source)
 
 
+def test_rounds_a_sum_of_two_dtypes_once(rng, machine):
+    target = rng.standard_normal(70).astype(np.float16)
+    source = rng.standard_normal(70).astype(np.float32) * np.float32(1e-3)
+    on_gpu = machine.upload(target)
+    cuda_sums.add_into(on_gpu, machine.upload(source))
+    assert on_gpu.dtype == np.float16
+    np.testing.assert_array_equal(on_gpu.to_numpy(), (target + source).astype(np.float16))
+
+
 def test_sets_what_is_true_in_another(rng, machine):
     for size in machine.shapes([0, 1, 70], [65537, 1_000_003]):
         target, source = (rng.random(size) < 0.5 for _ in range(2))

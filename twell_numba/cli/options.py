@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from twell_numba.cli.text import note
-from twell_numba.errors import TwellError, UsageError
+from twell_numba.errors import UsageError
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -35,11 +35,6 @@ def device_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return _device_option(_choose_device, "Where to compute; auto takes a GPU that can be used.")(
         command
     )
-
-
-def cpu_only_device_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`device_option`, for a command that cannot use a GPU: one asked for is refused."""
-    return _device_option(_refuse_gpu, "Where to compute; this command uses the CPU only.")(command)
 
 
 def any_device_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,15 +73,6 @@ def _choose_device(wanted: str) -> str:
     if line is not None:
         note(line)
     return device
-
-
-def _refuse_gpu(wanted: str) -> str:
-    if wanted.startswith("cuda"):
-        raise TwellError(
-            f"--device {wanted} given, but this command computes on the CPU only; "
-            "use --device cpu, or leave it out"
-        )
-    return "cpu"
 
 
 def seed_option(default: int | None, help: str = "Seed of all random choices.") -> Decorator:

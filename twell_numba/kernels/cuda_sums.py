@@ -1,4 +1,4 @@
-"""Sums that grow from one micro-batch of a training step to the next, on a GPU."""
+"""Sums that grow in place on a GPU: of gradients, and of the micro-batches of a training step."""
 
 from twell_numba.device.gpu import DeviceArray, kernel
 from twell_numba.device.gpu.language import (
@@ -7,12 +7,13 @@ from twell_numba.device.gpu.language import (
     grid_threads,
     load,
     nanoseconds,
+    number,
     store,
 )
 
 
 def add_into(target: DeviceArray, source: DeviceArray) -> None:
-    """Add an array to another of the same size, in place."""
+    """Add an array to another of the same size, in place; their dtypes may differ."""
     _add(_add.blocks(target.size), target, source, target.size)
 
 
@@ -36,7 +37,7 @@ def _add_time(target):
 def _add(target, source, size):
     i = global_thread()
     while i < size:
-        store(target, i, load(target, i) + load(source, i))
+        store(target, i, number(target, load(target, i) + load(source, i)))
         i += grid_threads()
 
 

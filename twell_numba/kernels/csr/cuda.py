@@ -26,6 +26,7 @@ from twell_numba.device.gpu.language import (
 )
 from twell_numba.formats import CSRMatrix
 from twell_numba.kernels.csr.cuda_arrays import transposed
+from twell_numba.kernels.cuda_sums import add_into
 from twell_numba.kernels.cuda_vectors import (
     add_unless_zero,
     eight_zeros,
@@ -242,7 +243,7 @@ def _add_sampled(
     # not yet rounded to 16 bits: the sum with the gradient is
     products = empty(weight.data.shape, arithmetic_dtype(left.dtype), left.stream)
     _sample_into(products, weight, left, right)
-    layers.add_arrays(gradient, products)
+    add_into(gradient, products)
 
 
 def _sample_into(values: DeviceArray, A: CSRMatrix, Y: DeviceArray, X: DeviceArray) -> None:

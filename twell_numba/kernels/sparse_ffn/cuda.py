@@ -33,6 +33,7 @@ from twell_numba.kernels.checks import require_shape
 from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
+from twell_numba.kernels.cuda_sums import add_into
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_array, float_arrays
 from twell_numba.kernels.transpose.cuda import transpose
 
@@ -212,7 +213,7 @@ def gated_ffn_backward(
     products.add_sampled(up, up_values, columns, up_grad)
     products.add_sampled(gate, gate_values, columns, gate_grad)
     dx = products.transposed_matmul(up, up_values)
-    add_arrays(dx, products.transposed_matmul(gate, gate_values))
+    add_into(dx, products.transposed_matmul(gate, gate_values))
     return transpose(dx, x.dtype)
 
 
@@ -258,11 +259,6 @@ def ffn_backward(
     _differentiate(d_hidden, up_values, None, l1_scale)
     products.add_sampled(up, up_values, columns, up_grad)
     return transpose(products.transposed_matmul(up, up_values), x.dtype)
-
-
-def add_arrays(target: DeviceArray, source: DeviceArray) -> None:
-    """Add an array to another of as many elements, in place."""
-    _add(_add.blocks(target.size), target, source, target.size)
 
 
 def _hidden(
@@ -401,12 +397,4 @@ def _gated_relu_backward(d_hidden, gate, up, l1_scale, size, gated):
         if gated != 0:
             store(up, i, d_up)
         store(gate, i, d_gate)
-        i += grid_threads()
-
-
-@kernel()
-def _add(target, source, size):
-    i = global_thread()
-    while i < size:
-        store(target, i, number(target, load(target, i) + load(source, i)))
         i += grid_threads()
