@@ -1,7 +1,7 @@
 """Times of a whole model's forward pass: its sparse path against its dense one."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -9,9 +9,16 @@ from numpy.typing import DTypeLike
 from twell_numba.device.arrays import to_host
 from twell_numba.infer.ffn_problem import relative_error
 from twell_numba.infer.model_problem import set_nonzeros, sparse_model
-from twell_numba.infer.timing import time_in_turn, time_in_turn_on_gpu
+from twell_numba.infer.timing import (
+    energy_in_turn_on_gpu,
+    time_in_turn,
+    time_in_turn_on_gpu,
+)
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from twell_numba.device.energy import EnergyCounter
 
 PATHS = ("dense", "twell", "auto")
 
@@ -25,6 +32,7 @@ def benchmark_model(
     seed: int,
     dtype: DTypeLike = np.float32,
     stream: Any = None,
+    counter: "EnergyCounter | None" = None,
 ) -> list[dict[str, Any]]:
     """Time the forward pass, from tokens to logits, of a model with random weights.
 
@@ -42,13 +50,16 @@ def benchmark_model(
         Float32 on the CPU.
     stream : twell_numba.device.gpu.Stream, optional
         Where it runs on a GPU.
+    counter : EnergyCounter, optional
+        Of that GPU; without it no energy is measured.
 
     Returns
     -------
     list of dict
         One row a path and number of nonzeros, with the keys of ``twell bench --json`` and
-        ``tokens_per_ms``. The error is that of the logits against the dense path's: of the first
-        sequence.
+        ``tokens_per_ms``; ``dense_mj_per_token`` and ``sparse_mj_per_token``, None without a
+        counter, are the GPU's energy. The error is that of the logits against the dense path's: of
+        the first sequence.
     """
     model = sparse_model(config, seed)
     if stream is not None:
@@ -62,11 +73,13 @@ def benchmark_model(
     rows = []
     for wanted in nonzeros:
         set_nonzeros(model, wanted, seed)
-        rows += _rows(model, tokens, rounds)
+        rows += _rows(model, tokens, rounds, counter)
     return rows
 
 
-def _rows(model: Transformer, tokens: Any, rounds: int) -> list[dict[str, Any]]:
+def _rows(
+    model: Transformer, tokens: Any, rounds: int, counter: "EnergyCounter | None"
+) -> list[dict[str, Any]]:
     results = {path: _first_logits(model, tokens, path) for path in PATHS}
     on_gpu = None if model.stream is None else tokens.size
     taken = [ffn.next_path(on_gpu) for ffn in model.ffn_layers]
@@ -75,6 +88,10 @@ def _rows(model: Transformer, tokens: Any, rounds: int) -> list[dict[str, Any]]:
         milliseconds = time_in_turn(calls, rounds)
     else:
         milliseconds = time_in_turn_on_gpu(calls, rounds, model.stream)
+    energy: dict[str, float | None] = dict.fromkeys(PATHS)
+    if counter is not None:
+        millijoules = energy_in_turn_on_gpu(calls, model.stream, counter)
+        energy |= {path: millijoules[path] / tokens.size for path in PATHS}
     counts = [ffn.statistics.nonzeros / tokens.size for ffn in model.ffn_layers]
     config = model.config
     names = {path: path for path in PATHS} | {"auto": f"auto ({', '.join(sorted(set(taken)))})"}
@@ -92,6 +109,8 @@ def _rows(model: Transformer, tokens: Any, rounds: int) -> list[dict[str, Any]]:
             "sparse_ms": milliseconds[path],
             "speedup": milliseconds["dense"] / milliseconds[path],
             "tokens_per_ms": tokens.size / milliseconds[path],
+            "dense_mj_per_token": energy["dense"],
+            "sparse_mj_per_token": energy[path],
             "max_relative_error": relative_error(results[path], results["dense"]),
         }
         for path in PATHS

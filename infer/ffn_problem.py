@@ -159,12 +159,43 @@ class FFNProblem:
 
     def with_nonzeros(self, nonzeros: float) -> Self:
         """Return the same problem with another number of neurons that fire for a token."""
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.__dict__.pop("exact", None)
+        other = self._changed("exact")
         other.shape = replace(self.shape, nonzeros=nonzeros)
         other.gate = self.gate.copy()
         other._choose_gate()
+        return other
+
+    def with_inputs(self, x: np.ndarray, gate: np.ndarray, nonzeros: float) -> Self:
+        """Return the same problem with another X and Wg, with which so many neurons fire."""
+        other = self._changed("exact", "inputs")
+        other.shape = replace(self.shape, nonzeros=nonzeros)
+        other.x, other.gate = x, gate
+        return other
+
+    def with_neurons(self, kept: np.ndarray) -> Self:
+        """Return the problem without all neurons but some, among them all that ever fire.
+
+        Its Y and dX are the same.
+        """
+        other = self._changed("exact")
+        other.shape = replace(self.shape, neurons=len(kept))
+        other.gate, other.up, other.down = self.gate[kept], self.up[kept], self.down[kept]
+        if not isinstance(self.neurons, slice):
+            other.neurons = _sample(self.random, len(kept), SAMPLED_NEURONS)
+        return other
+
+    def with_weights_elsewhere(self) -> Self:
+        """Return the same problem with its weights at other places in memory."""
+        other = self._changed()
+        other.gate, other.up, other.down = self.gate.copy(), self.up.copy(), self.down.copy()
+        return other
+
+    def _changed(self, *forgotten: str) -> Self:
+        """Return a problem that shares all attributes but those computed anew when asked for."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        for name in forgotten:
+            other.__dict__.pop(name, None)
         return other
 
     def _choose_gate(self) -> None:

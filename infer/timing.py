@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from twell_numba.device.energy import EnergyCounter
     from twell_numba.device.gpu import Stream
 
 # Longer than OpenBLAS's idle threads spin after a call (105 ms, OpenBLAS 0.3.31).
@@ -25,6 +26,9 @@ SHORTEST_MILLISECONDS = 0.5
 # Longer ones are not run once untimed before each time.
 LONG_MILLISECONDS = 50.0
 MOST_REPEATS = 50
+
+# For how long work is repeated whose energy is measured: the counter changes every 20 to 100 ms.
+ENERGY_SECONDS = 3.0
 
 
 def time_in_turn(
@@ -104,8 +108,51 @@ def time_in_turn_on_gpu(
     return {name: median(times) for name, times in milliseconds.items()}
 
 
+def energy_in_turn_on_gpu(
+    calls: Mapping[str, Callable[[], object]], stream: "Stream", counter: "EnergyCounter"
+) -> dict[str, float]:
+    """Return the millijoules that a GPU takes for each call, one after the other.
+
+    Parameters
+    ----------
+    calls : mapping of str to callable
+        Each gives work to the stream that can be recorded in a graph.
+    stream : Stream
+    counter : EnergyCounter
+        Of the stream's GPU, which nothing else should use.
+    """
+    energy = {}
+    for name, call in calls.items():
+        work = _GPUWork(call, stream, is_recorded=True)
+        run, milliseconds = work.run, work.time() * work.repeats
+        energy[name] = energy_of(run, milliseconds, stream, counter) / work.repeats
+    return energy
+
+
+def energy_of(
+    run: Callable[[], object], milliseconds: float, stream: "Stream", counter: "EnergyCounter"
+) -> float:
+    """Return the millijoules of a run that takes so many milliseconds, the mean of many."""
+    run()
+    stream.synchronize()
+    before = counter.millijoules()
+    runs = math.ceil(1e3 * ENERGY_SECONDS / max(milliseconds, 1e-3))
+    for _ in range(runs):
+        run()
+    stream.synchronize()
+    return (counter.millijoules() - before) / runs
+
+
 class _GPUWork:
-    """A call's work, as often in a row as makes it long enough to be timed."""
+    """A call's work, as often in a row as makes it long enough to be timed.
+
+    Attributes
+    ----------
+    repeats : int
+        Calls in a row.
+    run : callable
+        Gives them to the stream.
+    """
 
     def __init__(self, call: Callable[[], object], stream: "Stream", *, is_recorded: bool) -> None:
         self._call, self._stream, self._is_recorded = call, stream, is_recorded
@@ -124,18 +171,18 @@ class _GPUWork:
             for _ in range(repeats):
                 self._call()
 
-        self._repeats, self._run = repeats, run
+        self.repeats, self.run = repeats, run
         if self._is_recorded:
             from twell_numba.device.gpu import record_graph
 
             with record_graph(self._stream) as graph:
                 run()
-            self._run = graph.replay
+            self.run = graph.replay
 
     def time(self) -> float:
         """Return the milliseconds of one call."""
         if not self._is_long:
-            self._run()
+            self.run()
         before = self._stream.record(timing=True)
-        self._run()
-        return self._stream.record(timing=True).milliseconds_since(before) / self._repeats
+        self.run()
+        return self._stream.record(timing=True).milliseconds_since(before) / self.repeats

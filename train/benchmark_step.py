@@ -5,22 +5,33 @@ import gc
 import time
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from twell_numba.infer.model_problem import set_nonzeros, sparse_model
+from twell_numba.infer.timing import energy_of
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.trainer import StepResult, Trainer
 
+if TYPE_CHECKING:
+    from twell_numba.device.energy import EnergyCounter
+
 PATHS = ("dense", "twell", "auto")
 # A path's first steps compile, and record what the others replay.
 WARM_UP = 3
+# More than are taken.
+STEPS = 10**9
 
 
 def benchmark_step(
-    config: TrainConfig, vocabulary: int, nonzeros: float, rounds: int, stream: Any = None
+    config: TrainConfig,
+    vocabulary: int,
+    nonzeros: float,
+    rounds: int,
+    stream: Any = None,
+    counter: "EnergyCounter | None" = None,
 ) -> list[dict[str, Any]]:
     """Time whole training steps of a model with random weights on random tokens.
 
@@ -40,14 +51,17 @@ def benchmark_step(
         each other.
     stream : twell_numba.device.gpu.Stream, optional
         Where it runs on a GPU.
+    counter : EnergyCounter, optional
+        Of that GPU; without it no energy is measured.
 
     Returns
     -------
     list of dict
         One row a path, with the keys of ``twell bench --json``, and ``tokens_per_ms``,
         ``milliseconds_by_part``, and of a GPU ``peak_memory_bytes`` and ``idle_fraction``: the part
-        of the time in which it had nothing to do. The error is that of a step's loss against the
-        dense path's.
+        of the time in which it had nothing to do; ``dense_mj_per_token`` and
+        ``sparse_mj_per_token``, None without a counter, are its energy. The error is that of a
+        step's loss against the dense path's.
     """
     config = dataclasses.replace(
         config,
@@ -55,7 +69,7 @@ def benchmark_step(
         weight_decay=0.0,
         l1_activation=0.0,
         l1_warmup_steps=0,
-        steps=len(PATHS) * (WARM_UP + rounds),
+        steps=STEPS,
     )
     trainer = _trainer(config, vocabulary, nonzeros, stream)
     # All paths see the same tokens, step by step.
@@ -63,11 +77,12 @@ def benchmark_step(
     measured = {}
     for path in PATHS:
         trainer.sampler.load_state_dict(start)
-        measured[path] = _measure(trainer, path, rounds, stream)
+        measured[path] = _measure(trainer, path, rounds, stream, counter)
     dense = measured["dense"]
     dense_ms, dense_loss = dense["sparse_ms"], dense["loss"]
     for row in measured.values():
         row |= {"dense_ms": dense_ms, "speedup": dense_ms / row["sparse_ms"]}
+        row["dense_mj_per_token"] = dense["sparse_mj_per_token"]
         row["max_relative_error"] = abs(row.pop("loss") - dense_loss) / dense_loss
     return list(measured.values())
 
@@ -87,7 +102,9 @@ def _trainer(config: TrainConfig, vocabulary: int, nonzeros: float, stream: Any)
     return trainer
 
 
-def _measure(trainer: Trainer, path: str, rounds: int, stream: Any) -> dict[str, Any]:
+def _measure(
+    trainer: Trainer, path: str, rounds: int, stream: Any, counter: "EnergyCounter | None"
+) -> dict[str, Any]:
     trainer.model.ffn_path = path
     if trainer.recorded is not None:
         trainer.recorded.forget()
@@ -98,7 +115,12 @@ def _measure(trainer: Trainer, path: str, rounds: int, stream: Any) -> dict[str,
         begin = time.perf_counter()
         results.append(trainer.take_step())
         times.append(1e3 * (time.perf_counter() - begin))
-    return _row(trainer, path, times[WARM_UP:], results[WARM_UP:], stream)
+    row = _row(trainer, path, times[WARM_UP:], results[WARM_UP:], stream)
+    row["sparse_mj_per_token"] = None
+    if counter is not None:
+        millijoules = energy_of(trainer.take_step, row["sparse_ms"], stream, counter)
+        row["sparse_mj_per_token"] = millijoules / trainer.config.tokens_per_step
+    return row
 
 
 def _row(

@@ -5,7 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from twell_numba.cli import twell
+from twell_numba.cli import bench_model, twell
+from twell_numba.device import energy
+from twell_numba.infer import benchmark_model
+from twell_numba.train import benchmark_step
 
 SMALL = ["--set", "d_model=16", "--set", "d_ffn=64", "--set", "n_layers=2", "--set", "n_heads=2"]
 SMALL += ["--set", "context_length=16", "--set", "batch_size=2"]
@@ -21,6 +24,8 @@ COMMON_KEYS = {
     "speedup",
     "max_relative_error",
     "tokens_per_ms",
+    "dense_mj_per_token",
+    "sparse_mj_per_token",
 }
 
 
@@ -40,6 +45,8 @@ def test_rows(command):
         assert row["nonzeros_per_token"] == pytest.approx(3, rel=0.5)
         assert row["max_relative_error"] < 1e-5
         assert row["dense_ms"] == rows[0]["sparse_ms"] > 0
+        assert row["dense_mj_per_token"] is row["sparse_mj_per_token"] is None
+    assert "mJ/token not measured: it is counted for NVIDIA GPUs only\n" in result.stderr
     assert ("milliseconds_by_part" in rows[0]) == (command == "train")
 
 
@@ -50,6 +57,35 @@ def test_a_table(command):
     lines = result.stdout.splitlines()
     assert lines[0] == "M = 32, D = 16, F = 64, L = 2, float32, cpu; milliseconds, medians"
     assert [line.split()[3] for line in lines[2:]] == ["dense", "twell", "auto"]
+
+
+@pytest.mark.parametrize("command", ["model", "train"])
+def test_energy(monkeypatch, command):
+    """32 tokens take 64 mJ, on the path twell 16."""
+    millijoules = {"dense": 64.0, "twell": 16.0, "auto": 16.0}
+    monkeypatch.setattr(bench_model, "_energy_counter", lambda device: object())
+    monkeypatch.setattr(benchmark_model, "energy_in_turn_on_gpu", lambda *given: millijoules)
+    monkeypatch.setattr(
+        benchmark_step,
+        "energy_of",
+        lambda step, *given: millijoules[step.__self__.model.ffn_path],
+    )
+    result = run(command, *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["dense_mj_per_token"] for row in rows] == [2.0, 2.0, 2.0]
+    assert [row["sparse_mj_per_token"] for row in rows] == [2.0, 0.5, 0.5]
+    table = run(command, *SMALL)
+    assert "dense mJ/token  this mJ/token" in table.stdout
+    assert "2.000          0.500" in table.stdout
+
+
+def test_why_no_energy_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(energy, "load_library", lambda *names: None)
+    assert bench_model._energy_counter("cuda:1") is None
+    assert capsys.readouterr().err == (
+        "mJ/token not measured: NVIDIA's management library (NVML) is not installed\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from twell_numba.cli import twell
-from twell_numba.infer import timing
+from twell_numba.infer import benchmark, timing
 from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
 from twell_numba.infer.benchmark_weights import benchmark_weights, break_even_density
-from twell_numba.infer.ffn_problem import FFNProblem, FFNShape
+from twell_numba.infer.ffn_problem import FFNProblem, FFNShape, NumPyFFN, layer_run
 
 KEYS = {
     "operation",
@@ -23,6 +24,7 @@ KEYS = {
     "speedup",
     "max_relative_error",
 }
+KEYS_OF_ACTIVATIONS = KEYS | {"layers", "dense_peak_bytes", "sparse_peak_bytes"}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,8 @@ def test_rows(backward, nonzeros, auto):
     rows = benchmark_ffn(problem, rounds=2, backward=backward)
     assert [row["path"] for row in rows] == [f"auto ({auto})", "dense", "twell"]
     for row in rows:
-        assert row.keys() == KEYS
+        assert row.keys() == KEYS_OF_ACTIVATIONS
+        assert (row["layers"], row["sparse_peak_bytes"]) == (1, None)
         assert row["operation"] == ("forward+backward" if backward else "forward")
         assert row["shape"] == {"M": 64, "D": 16, "F": 200}
         assert row["nonzeros_per_token"] == pytest.approx(nonzeros, rel=0.3)
@@ -45,8 +48,45 @@ def test_rows(backward, nonzeros, auto):
         assert 0 < row["max_relative_error"] < 1e-5
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_layers_are_used_in_turn(monkeypatch, backward):
+    """Each with weights of its own; the time is that of one."""
+    used = []
+
+    def take_no_time(device, calls, rounds):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 6.0)
+
+    def watched(layer, problem, backward):
+        run = layer_run(layer, problem, backward)
+        return lambda: (used.append(layer.gate.value.ctypes.data), run())
+
+    monkeypatch.setattr(benchmark, "time_where_it_runs", take_no_time)
+    monkeypatch.setattr(benchmark, "layer_run", watched)
+    problem = FFNProblem(FFNShape(1, 16, 40, 4), 0)
+    rows = benchmark_ffn(problem, 1, backward, layers=3)
+    assert len(used) == 3 * 3
+    assert len(set(used)) == 3
+    for row in rows:
+        assert (row["layers"], row["sparse_ms"], row["dense_ms"]) == (3, 2.0, 2.0)
+        assert row["max_relative_error"] < 1e-5
+
+
+def test_compared_with_the_whole_layer(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        benchmark, "NumPyFFN", lambda problem: compared.append(problem) or NumPyFFN(problem)
+    )
+    whole = FFNProblem(FFNShape(4, 16, 40, 4), 0)
+    part = whole.with_neurons(np.arange(30))
+    rows = benchmark_ffn(part, 1, False, whole=whole)
+    assert compared == [whole]
+    assert all(row["shape"]["F"] == 30 for row in rows)
+
+
 def test_one_token():
-    rows = benchmark_one_token(16, 200, 4, rounds=1, seed=0)
+    rows = benchmark_one_token(FFNProblem(FFNShape(1, 16, 200, 4), 0), rounds=1)
     assert [row["operation"] for row in rows] == 3 * ["forward"] + 3 * ["forward after BLAS"]
     assert all(row["shape"]["M"] == 1 for row in rows)
     assert all(row["max_relative_error"] < 1e-5 for row in rows)
@@ -75,6 +115,16 @@ def test_command(as_json):
     else:
         assert "speed-up" in result.stdout
         assert result.stdout.count("auto") == 4
+
+
+def test_command_for_few_tokens():
+    sizes = ["--tokens", "1", "--width", "8", "--hidden-width", "40", "--density", "0.1"]
+    arguments = ["bench", "ffn", *sizes, "--layers", "2", "--device", "cpu", "--json"]
+    result = CliRunner().invoke(twell, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["operation"] for row in rows[::3]] == ["forward", "forward+backward"]
+    assert {(row["shape"]["M"], row["layers"]) for row in rows} == {(1, 2)}
 
 
 @pytest.mark.parametrize("backward", [False, True])

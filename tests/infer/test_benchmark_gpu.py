@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from scipy.sparse import csr_array
 
-from twell_numba.cli import twell
+from twell_numba.cli import bench, twell
 from twell_numba.infer import benchmark, benchmark_formats_gpu
 from twell_numba.infer.benchmark import benchmark_ffn
 from twell_numba.infer.benchmark_formats import ProductShape, benchmark_formats
+from twell_numba.infer.benchmark_pattern import benchmark_pattern
 from twell_numba.infer.benchmark_weights import benchmark_weights
 from twell_numba.infer.ffn_problem import (
     FFNProblem,
@@ -23,6 +25,24 @@ from twell_numba.layers import ffn
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
+def count_peak(gpu, monkeypatch):
+    """Let an emulated GPU know the most memory that was in use at once."""
+    allocate, peak = gpu.allocate, [0]
+
+    def in_use():
+        return sum(gpu.regions.values())
+
+    def counting(nbytes, stream):
+        memory = allocate(nbytes, stream)
+        peak[0] = max(peak[0], in_use())
+        return memory
+
+    monkeypatch.setattr(gpu, "allocate", counting)
+    monkeypatch.setattr(gpu, "reset_peak", lambda: peak.__setitem__(0, in_use()), raising=False)
+    monkeypatch.setattr(gpu, "peak", lambda: peak[0])
+    monkeypatch.setattr(gpu, "synchronize", lambda: None, raising=False)
+
+
 @pytest.fixture
 def device(machine, monkeypatch):
     """The name of a GPU; an emulated one takes no time."""
@@ -30,6 +50,8 @@ def device(machine, monkeypatch):
 
     if not machine.is_real:
         monkeypatch.setattr(package, "choose", lambda name: machine.gpu)
+        count_peak(machine.gpu, monkeypatch)
+        monkeypatch.setattr(bench, "ONE_TOKEN_LAYERS", 2)
 
         def take_no_time(calls, rounds, stream, unrecorded=()):
             for call in calls.values():
@@ -58,6 +80,35 @@ def test_rows(device, monkeypatch, dtype, nonzeros, path):
             assert row["speedup"] == row["dense_ms"] / row["sparse_ms"] > 0
             assert row["max_relative_error"] < TOLERANCE[dtype]
         assert rows[1]["speedup"] == 1
+
+
+def test_peak_memory(device):
+    """Inputs, weights, their gradients in float32, and at least what is returned."""
+    shape = FFNShape(3, 8, 24, 0.05)
+    weights, activations = 3 * 24 * 8, 3 * 8
+    for backward, least in (
+        (False, 2 * weights + 2 * 2 * activations),
+        (True, (2 + 4) * weights + 2 * 4 * activations),
+    ):
+        rows = benchmark_ffn(FFNProblem(shape, 0, "bfloat16", device), 1, backward)
+        for row in rows:
+            assert least < row["sparse_peak_bytes"]
+            assert row["dense_peak_bytes"] == rows[1]["sparse_peak_bytes"]
+
+
+def test_a_pattern(device):
+    rng = np.random.default_rng(0)
+    fires = rng.random((6, 24)) < 0.1
+    fires[:, ::2], fires[0, 23] = False, True
+    pattern = csr_array(fires.astype(np.float32))
+    problem = FFNProblem(FFNShape(6, 16, 24, 12), 0, "bfloat16", device)
+    parts = list(benchmark_pattern(problem, "p", pattern, 1, remove_dead=True))
+    assert [part[0]["shape"]["F"] for part in parts[:2]] == [24, fires.any(axis=0).sum()]
+    for row in (row for part in parts for row in part):
+        assert row["nonzeros_per_token"] == pytest.approx(fires.sum() / 6)
+        assert row["max_relative_error"] < TOLERANCE["bfloat16"]
+    peaks = [part[1]["dense_peak_bytes"] for part in parts]
+    assert peaks[0] == peaks[1]  # that of the layer with all neurons
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -186,4 +237,5 @@ def test_command_with_json(device, monkeypatch):
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [row["shape"]["M"] for row in rows] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
+    assert [row["layers"] for row in rows] == [1, 1, 1, 1, 1, 1, *[bench.ONE_TOKEN_LAYERS] * 3]
     assert {(row["device"], row["dtype"]) for row in rows} == {(device, "float16")}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from twell_numba.infer.timing import MOST_REPEATS, time_in_turn_on_gpu
+from twell_numba.infer.timing import MOST_REPEATS, energy_in_turn_on_gpu, time_in_turn_on_gpu
 
 
 class Clock:
@@ -32,6 +32,9 @@ class Clock:
         event = SimpleNamespace(time=self.now)
         event.milliseconds_since = lambda earlier: event.time - earlier.time
         return event
+
+    def synchronize(self):
+        pass
 
     @contextmanager
     def record_graph(self, stream):
@@ -71,6 +74,23 @@ def test_work_runs_in_turn_and_unrecorded_where_it_must(clock):
     times = time_in_turn_on_gpu(calls, 4, clock, unrecorded={"unrecorded"})
     assert times == {"recorded": pytest.approx(1.01), "unrecorded": pytest.approx(1.0)}
     assert clock.order[-8:] == 2 * (2 * ["recorded"] + 2 * ["unrecorded"])
+
+
+def test_energy_is_that_of_one_call(clock):
+    """Work takes 2 W here, so 2 mJ a millisecond, and so does the start of a graph."""
+    counter = SimpleNamespace(millijoules=lambda: 2 * clock.now)
+    calls = {"long": clock.work("long", 30.0), "short": clock.work("short", 0.02)}
+    energy = energy_in_turn_on_gpu(calls, clock, counter)
+    assert energy["long"] == pytest.approx(2 * 30.01)
+    assert energy["short"] == pytest.approx(2 * 0.02, rel=0.05)
+
+
+def test_energy_is_measured_for_seconds(clock):
+    asked = []
+    counter = SimpleNamespace(millijoules=lambda: asked.append(clock.now) or 0)
+    energy_in_turn_on_gpu({"short": clock.work("short", 0.02)}, clock, counter)
+    before, after = asked
+    assert 3000 <= after - before < 3100
 
 
 @pytest.mark.gpu

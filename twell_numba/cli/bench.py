@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,11 @@ from twell_numba.cli.options import (
 )
 from twell_numba.cli.text import note, print_table
 from twell_numba.errors import UsageError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+    from twell_numba.infer.ffn_problem import FFNProblem, FFNShape
 
 
 @click.group("bench")
@@ -38,7 +44,11 @@ bench.add_command(bench_model)
 bench.add_command(bench_train)
 
 
+# Sets of weights that one token on a GPU is timed with: more than its caches hold of usual sizes.
+ONE_TOKEN_LAYERS = 8
+
 SIZE = click.IntRange(2, 2**20)
+TOKENS = click.IntRange(1, 2**20)
 MATRIX_SIZE = click.IntRange(1)
 
 
@@ -90,13 +100,13 @@ def block_size_option(gpu_default: int) -> Decorator:
 
 def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the sizes of a feedforward layer and its input, None where they are not given."""
-    for option, letter, cpu, gpu in (
-        ("--hidden-width", "F, neurons", 2048, 5632),
-        ("--width", "D", 512, 2048),
-        ("--tokens", "M", 1024, 16384),
+    for option, letter, size, cpu, gpu in (
+        ("--hidden-width", "F, neurons", SIZE, 2048, 5632),
+        ("--width", "D", SIZE, 512, 2048),
+        ("--tokens", "M", TOKENS, 1024, 16384),
     ):
         help = f"{letter}; {cpu}, on a GPU {gpu} if not given."
-        command = click.option(option, type=SIZE, help=help)(command)
+        command = click.option(option, type=size, help=help)(command)
     return command
 
 
@@ -124,6 +134,31 @@ def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="The n-th most popular neuron fires in proportion to n^-SKEW; 0: all equally often.",
 )
+@click.option(
+    "--pattern",
+    "pattern_file",
+    metavar="FILE",
+    help="Let neurons fire as in a trained model: an .npz file with arrays NAME_counts, how many "
+    "fire for each token, and NAME_columns, which.",
+)
+@click.option(
+    "--pattern-layer",
+    "pattern_layers",
+    metavar="NAME",
+    multiple=True,
+    help="A layer of --pattern; may be given several times. All of them if not given.",
+)
+@click.option(
+    "--remove-dead",
+    is_flag=True,
+    help="Time each pattern also without the neurons that never fire, against dense with them.",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(1, 1024),
+    help="Sets of weights used in turn, so that few tokens find them in memory and not in a cache, "
+    f"as in a model; 1, for the one token on a GPU {ONE_TOKEN_LAYERS} if not given.",
+)
 @dtype_option
 @rounds_option
 @device_option
@@ -136,6 +171,10 @@ def bench_ffn(
     densities: tuple[float, ...],
     nonzeros: tuple[float, ...],
     skew: float,
+    pattern_file: str | None,
+    pattern_layers: tuple[str, ...],
+    remove_dead: bool,
+    layers: int | None,
     dtype: str | None,
     rounds: int,
     device: str,
@@ -148,9 +187,14 @@ def bench_ffn(
     tokens. For the first also one token, on the CPU on its own and right after a large BLAS
     product. `auto (twell)` means that auto took the TwELL path.
 
+    With --pattern, for each of its layers, and the mean of them: gate weights and inputs are made
+    so that its neurons fire for its tokens (more tokens than it has begin again at its first). A
+    line says how exactly; narrow layers cannot follow every pattern.
+
     On the CPU, everything is in float32, against NumPy's BLAS. On a GPU, times are the GPU's, of
     work recorded in a graph, against this library's dense path: products by cuBLASLt, the rest in
-    fused kernels.
+    fused kernels. Peak memory is that of one layer: inputs, weights, gradients and what a call
+    allocates.
 
     Errors are norm-wise, against float64 computed of the same inputs; of large layers, those of
     64 tokens and the gradients of 16 neurons, drawn at random.
@@ -159,12 +203,11 @@ def bench_ffn(
     Examples:
       twell bench ffn --density 0.01 --density 0.1
       twell bench ffn --device cuda --nonzeros 29 --dtype bfloat16
+      twell bench ffn --device cuda --tokens 1 --layers 8 --nonzeros 29
+      twell bench ffn --pattern patterns.npz --remove-dead
     """
-    from twell_numba.infer.benchmark import (
-        benchmark_ffn,
-        benchmark_one_token,
-        describe_baseline,
-    )
+    from twell_numba.infer.benchmark import describe_baseline
+    from twell_numba.infer.benchmark_pattern import benchmark_pattern, mean_rows
     from twell_numba.infer.ffn_problem import (
         FFNProblem,
         choose_dtype,
@@ -174,36 +217,123 @@ def bench_ffn(
 
     _keep_freed_memory(device)
     dtype = choose_dtype(device, dtype)
-    shape = default_shape(device, tokens, width, hidden_width)
-    firing = firing_neurons(device, shape.neurons, densities, nonzeros)
-    random_problem = FFNProblem(shape, seed, dtype, device, skew)
-    rows: list[dict[str, Any]] = []
-    for count in firing:
-        problem = random_problem.with_nonzeros(count)
-        for backward in (False, True):
-            rows += benchmark_ffn(problem, rounds, backward)
-            if not as_json:
-                note(f"measured: {rows[-1]['operation']}, {count:g} nonzeros/token")
-    if device == "cpu":
-        rows += benchmark_one_token(shape.width, shape.neurons, firing[0], rounds, seed)
+    problem_of = partial(FFNProblem, seed=seed, dtype=dtype, device=device, skew=skew)
+    if pattern_file is None:
+        if pattern_layers or remove_dead:
+            option = "--pattern-layer" if pattern_layers else "--remove-dead"
+            raise UsageError(f"{option} given without --pattern FILE, which it needs")
+        shape = default_shape(device, tokens, width, hidden_width)
+        firing = firing_neurons(device, shape.neurons, densities, nonzeros)
+        measured = _random_rows(problem_of, shape, firing, rounds, layers)
     else:
-        one_token = replace(shape, tokens=1, nonzeros=firing[0])
-        rows += benchmark_ffn(FFNProblem(one_token, seed, dtype, device, skew), rounds, False)
+        if densities or nonzeros or skew:
+            raise UsageError("--pattern given with --density, --nonzeros or --skew, one wanted")
+        patterns = _load_patterns(pattern_file, pattern_layers, hidden_width)
+        neurons = hidden_width or next(iter(patterns.values())).shape[1]
+        shape = default_shape(device, tokens, width, neurons)
+        problem = problem_of(shape)
+        measured = (
+            part
+            for name, pattern in patterns.items()
+            for part in benchmark_pattern(
+                problem, name, pattern, rounds, remove_dead=remove_dead, layers=layers or 1
+            )
+        )
+    rows: list[dict[str, Any]] = []
+    for part in measured:
+        rows += part
+        if not as_json:
+            note(_measured_text(part[0]))
+    if pattern_file is not None and len(patterns) > 1:
+        rows += mean_rows(rows)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     machine, baseline = describe_baseline(device)
     sizes = f"D = {shape.width}, F = {shape.neurons}, {dtype}"
     click.echo(f"{sizes}, {machine}; milliseconds, medians\n{baseline}")
+    _print_ffn_table(rows, device, has_patterns=pattern_file is not None)
+
+
+def _random_rows(
+    problem_of: Callable[..., "FFNProblem"],
+    shape: "FFNShape",
+    firing: list[float],
+    rounds: int,
+    layers: int | None,
+) -> Iterator[list[dict[str, Any]]]:
+    from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
+
+    random_problem = problem_of(shape)
+    for count in firing:
+        problem = random_problem.with_nonzeros(count)
+        for backward in (False, True):
+            yield benchmark_ffn(problem, rounds, backward, layers or 1)
+    if shape.tokens == 1:
+        return
+    one_token = problem_of(replace(shape, tokens=1, nonzeros=firing[0]))
+    if one_token.device == "cpu":
+        yield benchmark_one_token(one_token, rounds)
+    else:
+        yield benchmark_ffn(one_token, rounds, False, layers or ONE_TOKEN_LAYERS)
+
+
+def _load_patterns(
+    path: str, names: tuple[str, ...], hidden_width: int | None
+) -> dict[str, "csr_array"]:
+    from twell_numba.infer.ffn_pattern import load_patterns
+
+    patterns = load_patterns(path, names)
+    neurons = next(iter(patterns.values())).shape[1]
+    if hidden_width is not None and hidden_width < neurons:
+        raise UsageError(
+            f"--hidden-width {hidden_width} given, at least {neurons} wanted: {path} has so many "
+            "neurons"
+        )
+    return patterns
+
+
+def _measured_text(row: dict[str, Any]) -> str:
+    text = f"measured: {row['operation']}, {row['nonzeros_per_token']:.1f} nonzeros/token"
+    if "pattern" not in row:
+        return text
+    recall, precision = row["pattern_recall"], row["pattern_precision"]
+    exact = "as the pattern says"
+    if recall < 1 or precision < 1:
+        exact = f"{recall:.2%} of the pattern fire, {1 - precision:.2%} of what fires is not in it"
+    removed = ", dead neurons removed" if row["dead_removed"] else ""
+    return f"{text} ({row['pattern']}{removed}; {exact})"
+
+
+def _print_ffn_table(rows: list[dict[str, Any]], device: str, *, has_patterns: bool) -> None:
+    has_layers = any(row["layers"] > 1 for row in rows)
+    has_peaks = rows[0]["sparse_peak_bytes"] is not None
     print_table(
-        ("operation", "M", "nonzeros/token", "path", *_time_header(device), "error"),
+        (
+            "operation",
+            *(("pattern", "F") if has_patterns else ()),
+            "M",
+            *(("layers",) if has_layers else ()),
+            "nonzeros/token",
+            "path",
+            *_time_header(device),
+            "error",
+            *(("dense peak MiB", "this peak MiB") if has_peaks else ()),
+        ),
         [
             (
                 row["operation"],
+                *((row["pattern"], row["shape"]["F"]) if has_patterns else ()),
                 row["shape"]["M"],
+                *((row["layers"],) if has_layers else ()),
                 f"{row['nonzeros_per_token']:.1f}",
                 row["path"],
                 *_time_cells(row),
+                *(
+                    f"{row[key] / 2**20:.0f}"
+                    for key in ("dense_peak_bytes", "sparse_peak_bytes")
+                    if has_peaks
+                ),
             )
             for row in rows
         ],

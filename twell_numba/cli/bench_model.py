@@ -14,9 +14,10 @@ from twell_numba.cli.options import (
     seed_option,
 )
 from twell_numba.cli.text import note, print_table
-from twell_numba.errors import UsageError
+from twell_numba.errors import TwellError, UsageError
 
 if TYPE_CHECKING:
+    from twell_numba.device.energy import EnergyCounter
     from twell_numba.train.config import TrainConfig
 
 preset_option = click.option(
@@ -67,7 +68,8 @@ def bench_model(
 
     The model has random weights, of which offsets let as many neurons fire as are asked for. On a
     GPU the dense path takes its products from cuBLASLt and its attention from cuDNN where they are
-    installed. The error is that of the logits against the dense path's.
+    installed. The error is that of the logits against the dense path's. Energy is that of the GPU,
+    of three more seconds of passes through each path.
 
     \b
     Example:
@@ -78,6 +80,7 @@ def bench_model(
 
     config = _resolve(preset, overrides)
     counts = _nonzeros(nonzeros, config)
+    counter = _energy_counter(device)
     keep_freed_memory()
     rows = benchmark_model(
         config.model_config(_vocabulary(config)),
@@ -88,6 +91,7 @@ def bench_model(
         seed,
         dtype_of(dtype, device),
         _stream(device),
+        counter,
     )
     _print(rows, config, as_json)
 
@@ -113,7 +117,8 @@ def bench_train(
 
     Weights and tokens are random, and as many neurons fire as are asked for; the learning rate is
     next to nothing, so that this stays so. The error is that of a step's loss against the dense
-    path's. `idle` is the part of the time in which a GPU had nothing to do.
+    path's. `idle` is the part of the time in which a GPU had nothing to do. Energy is that of the
+    GPU, of three more seconds of steps through each path.
 
     \b
     Example:
@@ -125,10 +130,10 @@ def bench_train(
     config = _resolve(preset, (*overrides, f"seed={seed}"))
     counts = _nonzeros(nonzeros, config)
     keep_freed_memory()
-    stream = _stream(device)
+    stream, counter = _stream(device), _energy_counter(device)
     rows: list[dict[str, Any]] = []
     for count in counts:
-        rows += benchmark_step(config, _vocabulary(config), count, rounds, stream)
+        rows += benchmark_step(config, _vocabulary(config), count, rounds, stream, counter)
         if not as_json:
             note(f"measured: {count:g} nonzeros")
     _print(rows, config, as_json)
@@ -162,6 +167,20 @@ def _stream(device: str) -> Any:
     return choose(device).stream
 
 
+def _energy_counter(device: str) -> "EnergyCounter | None":
+    """Return the GPU's; where there is none, one line says why."""
+    from twell_numba.device.energy import EnergyCounter
+
+    if device == "cpu":
+        note("mJ/token not measured: it is counted for NVIDIA GPUs only")
+        return None
+    try:
+        return EnergyCounter(int(device.removeprefix("cuda:")))
+    except TwellError as error:
+        note(f"mJ/token not measured: {error}")
+        return None
+
+
 def _print(rows: list[dict[str, Any]], config: "TrainConfig", as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -170,6 +189,7 @@ def _print(rows: list[dict[str, Any]], config: "TrainConfig", as_json: bool) -> 
     sizes = ", ".join(f"{letter} = {size:,}" for letter, size in first["shape"].items())
     click.echo(f"{sizes}, {first['dtype']}, {first['device']}; milliseconds, medians")
     is_training = "milliseconds_by_part" in first
+    has_energy = first["sparse_mj_per_token"] is not None
     print_table(
         (
             "operation",
@@ -180,9 +200,17 @@ def _print(rows: list[dict[str, Any]], config: "TrainConfig", as_json: bool) -> 
             "speed-up",
             "tokens/ms",
             "error",
+            *(("dense mJ/token", "this mJ/token") if has_energy else ()),
             *(("forward", "backward", "optimizer", "idle", "peak GiB") if is_training else ()),
         ),
-        [(*_cells(row), *(_training_cells(row) if is_training else ())) for row in rows],
+        [
+            (
+                *_cells(row),
+                *(_energy_cells(row) if has_energy else ()),
+                *(_training_cells(row) if is_training else ()),
+            )
+            for row in rows
+        ],
     )
 
 
@@ -197,6 +225,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_ms']:.1f}",
         f"{row['max_relative_error']:.1e}",
     )
+
+
+def _energy_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{row[key]:.3f}" for key in ("dense_mj_per_token", "sparse_mj_per_token"))
 
 
 def _training_cells(row: dict[str, Any]) -> tuple[str, ...]:

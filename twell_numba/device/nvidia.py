@@ -70,7 +70,7 @@ class Driver:
 
 def ask_driver() -> Driver:
     """Return what the driver says; never raises."""
-    library = _load("nvcuda.dll", "libcuda.so.1", "libcuda.so")
+    library = load_library("nvcuda.dll", "libcuda.so.1", "libcuda.so")
     if library is None:
         return Driver(None, (), NO_DRIVER)
     code = library.cuInit(0)
@@ -91,7 +91,7 @@ def driver_version() -> str | None:
 
     Only its management library knows.
     """
-    library = _load("nvml.dll", "libnvidia-ml.so.1")
+    library = load_library("nvml.dll", "libnvidia-ml.so.1")
     if library is None or library.nvmlInit_v2() != 0:
         return None
     text = ctypes.create_string_buffer(96)
@@ -100,7 +100,8 @@ def driver_version() -> str | None:
     return text.value.decode(errors="replace") if code == 0 else None
 
 
-def _load(windows_name: str, *names: str) -> Any:
+def load_library(windows_name: str, *names: str) -> Any:
+    """Return a library of the driver's under the first name that it is found by, or None."""
     for name in (windows_name,) if sys.platform == "win32" else names:
         try:
             return ctypes.CDLL(name)
