@@ -16,6 +16,8 @@ from twell_numba.layers.ffn import PATHS_OF_FORMAT, GatedFFN
 PATHS = PATHS_OF_FORMAT["dense"]
 # What paths are compared with, where it is none of them.
 BASELINE = "baseline"
+# The path ``twell`` with 8-bit weights: there is no backward pass.
+FLOAT8 = "twell_float8"
 
 
 def benchmark_ffn(
@@ -24,6 +26,8 @@ def benchmark_ffn(
     backward: bool,
     layers: int = 1,
     whole: FFNProblem | None = None,
+    *,
+    float8: bool = False,
 ) -> list[dict]:
     """Time every path of a gated FFN.
 
@@ -43,6 +47,9 @@ def benchmark_ffn(
         in a model that generates text. Times are of one layer.
     whole : FFNProblem, optional
         Whose dense layer is compared with instead: the problem before dead neurons were removed.
+    float8 : bool
+        Time the forward pass also with 8-bit weights (``twell_float8``); the error of its row is
+        against the weights before they were rounded.
 
     Returns
     -------
@@ -54,7 +61,8 @@ def benchmark_ffn(
         (y; with backward also dx and the weights' gradients) against float64.
     """
     problems = _with_own_weights(problem, layers)
-    layers_of_path = {path: [each.layer(path) for each in problems] for path in PATHS}
+    paths = (*PATHS, FLOAT8) if float8 and not backward else PATHS
+    layers_of_path = {path: [_layer(each, path) for each in problems] for path in paths}
     calls: dict[str, Callable[[], object]] = {}
     if problem.device == "cpu":
         ffns = [NumPyFFN(each) for each in _with_own_weights(whole or problem, layers)]
@@ -66,7 +74,7 @@ def benchmark_ffn(
         calls[path] = _in_turn([layer_run(layer, problem, backward) for layer in made])
     times = time_where_it_runs(problem.device, calls, rounds)
     milliseconds = {name: time / layers for name, time in times.items()}
-    peaks = {path: _peak_bytes(problem, layers_of_path[path][0], backward) for path in PATHS}
+    peaks = {path: _peak_bytes(problem, layers_of_path[path][0], backward) for path in paths}
     if whole is not None:
         peaks[BASELINE] = _peak_bytes(whole, whole.layer("dense"), backward)
     operation = "forward+backward" if backward else "forward"
@@ -131,6 +139,14 @@ def _with_own_weights(problem: FFNProblem, layers: int) -> list[FFNProblem]:
     return [problem, *(problem.with_weights_elsewhere() for _ in range(layers - 1))]
 
 
+def _layer(problem: FFNProblem, path: str) -> GatedFFN:
+    if path != FLOAT8:
+        return problem.layer(path)
+    layer = problem.layer("twell")
+    layer.hold_float8()
+    return layer
+
+
 def _in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
     def run() -> None:
         for call in calls:
@@ -182,7 +198,7 @@ def _rows(
         rows.append(
             {
                 "operation": operation,
-                "path": path if path == taken else f"{path} ({taken})",
+                "path": path if path in (taken, FLOAT8) else f"{path} ({taken})",
                 "device": problem.device,
                 "dtype": problem.dtype.name,
                 "shape": {"M": shape.tokens, "D": shape.width, "F": shape.neurons},

@@ -21,6 +21,7 @@ def benchmark_pattern(
     *,
     remove_dead: bool = False,
     layers: int = 1,
+    float8: bool = False,
 ) -> Iterator[list[dict[str, Any]]]:
     """Time every path of a gated FFN in which neurons fire as a pattern says.
 
@@ -38,6 +39,7 @@ def benchmark_pattern(
         Time the layer also without the neurons that fire for no token of the whole pattern, against
         the dense layer that has them all.
     layers : int
+    float8 : bool
         As of :func:`~twell_numba.infer.benchmark.benchmark_ffn`.
 
     Yields
@@ -54,7 +56,7 @@ def benchmark_pattern(
         problems.append((whole.with_neurons(firing_neurons_of(pattern)), whole))
     for backward in (False, True):
         for timed, compared in problems:
-            rows = benchmark_ffn(timed, rounds, backward, layers, compared)
+            rows = benchmark_ffn(timed, rounds, backward, layers, compared, float8=float8)
             for row in rows:
                 row["pattern"], row["dead_removed"] = name, compared is not None
                 row["pattern_recall"], row["pattern_precision"] = agreement

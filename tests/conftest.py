@@ -76,6 +76,18 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return gpu_machine.machine(request.param, monkeypatch)
 
 
+@pytest.fixture(params=gpu_machine.MACHINES)
+def hopper_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Hopper GPU: emulated, and with ``-m gpu`` a real one."""
+    return gpu_machine.hopper_machine(request.param, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def is_sanitized() -> bool:
+    """Whether the tests run under NVIDIA's ``compute-sanitizer``."""
+    return bool(gpu_machine.IS_SANITIZED)
+
+
 @pytest.fixture
 def real_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The real GPU, for tests marked ``gpu``."""

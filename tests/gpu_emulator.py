@@ -398,6 +398,7 @@ class _Types:
     """Numba's types, where they are used as casts and as dtypes of shared arrays."""
 
     int32, int64, uint32, uint64 = np.int32, np.int64, np.uint32, np.uint64
+    uint16 = np.uint16
     float32, float64 = np.float32, np.float64
 
 

@@ -72,10 +72,21 @@ def machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(emulated, is_real=False)
 
 
-def load_emulator() -> ModuleType:
-    """Return tests/gpu_emulator.py: the test folders are no packages."""
-    path = Path(__file__).with_name("gpu_emulator.py")
-    spec = importlib.util.spec_from_file_location("gpu_emulator", path)
+def hopper_machine(kind: str, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return an emulated or a real Hopper GPU; skip the test where it cannot be had."""
+    if kind == "real":
+        real = machine(kind, monkeypatch)
+        if real.gpu.capability != (9, 0):
+            pytest.skip(f"{real.gpu.name} is no Hopper GPU")
+        return real
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+    return Machine(load_emulator("hopper_emulator").install(monkeypatch), is_real=False)
+
+
+def load_emulator(name: str = "gpu_emulator") -> ModuleType:
+    """Return tests/gpu_emulator.py, or another: the test folders are no packages."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

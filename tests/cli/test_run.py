@@ -272,6 +272,21 @@ def test_text_goes_on_from_the_prompt_and_the_seed_decides(run: Path) -> None:
     )
 
 
+def test_weights_can_be_held_as_8_bit_floats(run: Path) -> None:
+    losses = []
+    for options in ([], ["--float8"], ["--float8", "--ffn-path", "twell"]):
+        result = invoke("eval", run, *options, "--json")
+        assert result.exit_code == 0, result.output
+        losses.append(json.loads(result.stdout)["loss"])
+    assert losses[1] != losses[0]
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-2)
+    assert "dense, 8-bit floats" in invoke("eval", run, "--float8").stdout
+    text = invoke("generate", run, "--prompt", "line ", "--max-new-tokens", 4, "--float8").stdout
+    assert text.startswith("line ")
+    line = error_line(invoke("eval", run, "--float8", "--ffn-path", "dense"), 2)
+    assert "FFN path dense given for weights held as 8-bit floats, one of auto, twell" in line
+
+
 def test_a_prompt_is_read_from_stdin(run: Path) -> None:
     options = ["--max-new-tokens", 3, "--temperature", 0]
     piped = invoke("generate", run, "--prompt", "-", *options, input=b"line\n")

@@ -100,7 +100,11 @@ def test_memory_of_a_graph_goes_to_the_one_being_recorded():
 
 
 @pytest.mark.gpu
-def test_a_graph_is_destroyed_while_another_is_recorded(real_gpu):
+def test_a_graph_is_destroyed_while_another_is_recorded(real_gpu, is_sanitized):
+    if is_sanitized:
+        # It notes where kernels are launched from, and never lets go of the frames of ``replay``,
+        # which hold the graph.
+        pytest.skip("compute-sanitizer keeps graphs alive that were replayed")
     stream = real_gpu.stream
     x, one = (from_numpy(np.full(1 << 20, number, np.float32), stream) for number in (0, 1))
     add_into(x, one)  # what is recorded must have been compiled before

@@ -82,6 +82,20 @@ def test_rows(device, monkeypatch, dtype, nonzeros, path):
         assert rows[1]["speedup"] == 1
 
 
+def test_rows_of_8_bit_weights(device):
+    """Forward alone; what fires is the same, and weights are off by a few percent."""
+    problem = FFNProblem(FFNShape(3, 16, 24, 12), 0, "bfloat16", device)
+    rows = benchmark_ffn(problem, rounds=1, backward=False, layers=2, float8=True)
+    assert [row["path"] for row in rows] == ["auto (dense)", "dense", "twell", "twell_float8"]
+    twell, float8 = rows[2:]
+    assert float8.keys() == twell.keys()
+    assert float8["nonzeros_per_token"] == twell["nonzeros_per_token"]
+    assert TOLERANCE["bfloat16"] < float8["max_relative_error"] < 6e-2
+    assert float8["layers"] == 2
+    assert float8["sparse_peak_bytes"] > 0
+    assert len(benchmark_ffn(problem, rounds=1, backward=True, float8=True)) == 3
+
+
 def test_peak_memory(device):
     """Inputs, weights, their gradients in float32, and at least what is returned."""
     shape = FFNShape(3, 8, 24, 0.05)
@@ -102,11 +116,13 @@ def test_a_pattern(device):
     fires[:, ::2], fires[0, 23] = False, True
     pattern = csr_array(fires.astype(np.float32))
     problem = FFNProblem(FFNShape(6, 16, 24, 12), 0, "bfloat16", device)
-    parts = list(benchmark_pattern(problem, "p", pattern, 1, remove_dead=True))
+    parts = list(benchmark_pattern(problem, "p", pattern, 1, remove_dead=True, float8=True))
+    assert [len(part) for part in parts] == [4, 4, 3, 3]
     assert [part[0]["shape"]["F"] for part in parts[:2]] == [24, fires.any(axis=0).sum()]
     for row in (row for part in parts for row in part):
         assert row["nonzeros_per_token"] == pytest.approx(fires.sum() / 6)
-        assert row["max_relative_error"] < TOLERANCE["bfloat16"]
+        is_float8 = row["path"] == "twell_float8"
+        assert row["max_relative_error"] < (6e-2 if is_float8 else TOLERANCE["bfloat16"])
     peaks = [part[1]["dense_peak_bytes"] for part in parts]
     assert peaks[0] == peaks[1]  # that of the layer with all neurons
 
@@ -201,6 +217,7 @@ def test_sizes_and_densities_of_each_machine():
         (["ffn", "--hidden-width", "10", "--nonzeros", "10"], "fewer than the 10 neurons wanted"),
         (["ffn", "--nonzeros", "0"], "0"),
         (["ffn", "--nonzeros", "nan"], "nan"),
+        (["ffn", "--float8"], "--float8 given with --device cpu, a GPU wanted"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):
@@ -229,13 +246,16 @@ def test_commands(device, arguments, monkeypatch):
     assert ("float32" if arguments[0] == "formats" else "bfloat16") in result.stdout
 
 
-def test_command_with_json(device, monkeypatch):
+@pytest.mark.parametrize("float8", [False, True], ids=["16_bits", "8_bits"])
+def test_command_with_json(device, monkeypatch, float8):
     monkeypatch.setattr("twell_numba.device.choice.choose_device", lambda wanted: (device, None))
     sizes = ["--tokens", "2", "--width", "4", "--hidden-width", "8", "--nonzeros", "4"]
     command = ["bench", "ffn", *sizes, "--device", "cuda", "--dtype", "float16", "--json"]
-    result = CliRunner().invoke(twell, command)
+    result = CliRunner().invoke(twell, command + ["--float8"] * float8)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
-    assert [row["shape"]["M"] for row in rows] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
-    assert [row["layers"] for row in rows] == [1, 1, 1, 1, 1, 1, *[bench.ONE_TOKEN_LAYERS] * 3]
+    many, one = 6 + float8, 3 + float8
+    assert [row["shape"]["M"] for row in rows] == [2] * many + [1] * one
+    assert [row["layers"] for row in rows] == [1] * many + [bench.ONE_TOKEN_LAYERS] * one
+    assert [row["path"] for row in rows].count("twell_float8") == 2 * float8
     assert {(row["device"], row["dtype"]) for row in rows} == {(device, "float16")}

@@ -14,9 +14,22 @@ FAMILIES = sorted(
     path.parent.name for path in Path(twell_numba.kernels.__file__).parent.glob("*/cuda.py")
 )
 # Modules with kernels beside those in a family's ``cuda.py``.
-SHARED = ["cuda_scalars", "cuda_sums", "block_ell.cuda_tensor_cores"]
+SHARED = [
+    "cuda_scalars",
+    "cuda_sums",
+    "block_ell.cuda_tensor_cores",
+    "twell.cuda_gate",
+    "twell.dense_tail",
+    "twell.float8_rows",
+    "twell.hopper_gate",
+    "twell.entry_gradients",
+    "twell.entry_transpose",
+    "twell.strip_rows",
+]
 # Modules whose kernels take 16 bits alone, from compute capability 8.0 on.
-ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores"]
+ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores", "twell.cuda_gate", "twell.dense_tail"]
+# Modules whose kernels take bfloat16 alone, on Hopper alone.
+ON_HOPPER = ["twell.hopper_gate"]
 
 
 def signatures(dtype):
@@ -163,6 +176,35 @@ def signatures(dtype):
         },
         "transpose": {"_transpose": (array, wide_array, size, size)},
         "twell": twell_signatures(array, wide_array),
+        # the others of entry_gradients and strip_rows are compiled by their own tests
+        "twell.entry_gradients": {
+            "add_split_parts": (wide_array, "int32*", "int32*", *[array] * 3, size, size),
+        },
+        "twell.entry_transpose": {
+            "count_entries": ("uint16*", "int32*", "int32*", *[size] * 7),
+            "add_chunks": ("int32*", "int32*", size, size),
+            "number_parts": (*["int32*"] * 5, *[size] * 3),
+            "place_entries": ("uint16*", *["int32*"] * 3, "uint16*", "int32*", *[size] * 7),
+        },
+        "twell.strip_rows": strip_rows_signatures(array, wide_array),
+        "twell.hopper_gate": {
+            "gate_and_pack": (
+                "tensor_map",
+                "tensor_map",
+                index,
+                "bfloat16*",
+                "uint16*",
+                "int32*",
+                *[size] * 4,
+            ),
+        },
+        "twell.dense_tail": dense_tail_signatures(array),
+        "twell.float8_rows": {
+            "expand": ("uint8*", "float32*", "int32*", array, *[size] * 3),
+        },
+        "twell.cuda_gate": {
+            "gate_pack_tiles": (array, array, array, "uint16*", "int32*", *[size] * 5),
+        },
     }
 
 
@@ -225,13 +267,21 @@ def conversion_signatures(dtype):
     }
 
 
+def dense_tail_signatures(array):
+    """Those of rows in the tail of activation-sparse layers, on tensor cores."""
+    listed, sums, size = ("int32*", "int32*", "int32*"), "float32*", "int"
+    return {
+        "tail_forward": (*[array] * 4, *listed, array, array, "int32*", sums, "bool*", *[size] * 7),
+        "tail_backward": (*[array] * 5, *listed, sums, *[array] * 4, *[sums] * 3, *[size] * 6),
+    }
+
+
 def twell_signatures(array, wide_array):
     """Those of the activation-sparse layers."""
     columns, counts, size = "uint16*", "int32*", "int"
     packed = (array, columns, counts)
     statistics = (counts, wide_array, "bool*")
     tail = (array, counts, counts)
-    lists = ("int64*", counts, counts)
     return {
         "pack_tiles": (array, *packed, *[size] * 5),
         "pack_rows": (array, *packed, counts, *[size] * 4),
@@ -239,7 +289,7 @@ def twell_signatures(array, wide_array):
         "list_tail": (*[counts] * 3, size),
         "copy_rows": (array, counts, array, size, size),
         "add_statistics": (counts, wide_array, "float64*", size),
-        "count_rows": (*packed, array, counts, *statistics, *[size] * 5),
+        "count_rows": (*packed, array, counts, *statistics, *[size] * 6),
         "forward_rows": (array, array, array, *packed, array, array, *statistics, *[size] * 7),
         "tail_up": (array, array, *tail, array, *[size] * 4),
         "tail_d_hidden": (array, array, *tail, "float32*", array, array, *[size] * 5),
@@ -247,17 +297,32 @@ def twell_signatures(array, wide_array):
         "tail_inputs": (array, array, *tail, *[array] * 3, *[size] * 5),
         "tail_gradients": (array, array, *tail, *[array] * 2, *[wide_array] * 3, *[size] * 5),
         "backward_rows": (
-            *[array] * 4, *packed, array, wide_array, wide_array, array, *[size] * 7,
+            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, *[size] * 7,
         ),
         "add_gradients": (
-            *[array] * 4, wide_array, *lists, *[wide_array] * 3, *[size] * 5,
+            array, array, counts, columns, *[array] * 3, *[wide_array] * 3, *[size] * 4,
         ),
-        "add_parts": (wide_array, counts, *[array] * 3, *[size] * 3),
-        "mark_entries": (*[columns, counts], counts, *[size] * 5),
-        "add_chunks": (counts, counts, "int64*", size, size),
-        "add_neurons": ("int64*", counts, counts, *[size] * 3),
-        "list_entries": (columns, counts, counts, counts, *lists, *[size] * 5),
     }  # fmt: skip
+
+
+def strip_rows_signatures(array, wide_array):
+    """Return those of the kernels of kernels/twell/strip_rows.py that serve every width.
+
+    The others are compiled by test_twell_strip_rows_cuda.py.
+    """
+    counts, lists, size = "int32*", "uint16*", "int"
+    return {
+        "list_rows": ("uint16*", counts, counts, lists, lists, *[size] * 4),
+        "finish_forward": (
+            *(wide_array, array, array, counts, lists, lists, array),
+            *(counts, wide_array, "bool*", *[size] * 3),
+        ),
+        "finish_backward": (
+            *(wide_array, array, array, wide_array, counts, counts, lists),
+            *[array] * 5,
+            *[size] * 4,
+        ),
+    }
 
 
 def kernels_of(family):
@@ -275,6 +340,8 @@ def test_no_kernel_is_left_out():
 def compile_family(family, dtype, targets):
     if family in ON_TENSOR_CORES:
         targets = [target for target in targets if target != "75" and dtype.endswith("float16")]
+    if family in ON_HOPPER:
+        targets = [target for target in targets if target == "90a" and dtype == "bfloat16"]
     for name, kinds in signatures(dtype)[family].items():
         for target in targets:
             code, entry = kernels_of(family)[name].compile(kinds, target)

@@ -84,6 +84,15 @@ def test_an_edge_block_counts_by_its_own_size(family):
     assert not value.any()
 
 
+def test_a_block_just_above_the_threshold_shrinks_to_what_is_left():
+    """1 - amount sqrt(size) / norm is then a small difference; of a rounded amount it is wrong."""
+    amount = 0.1  # no float32
+    value = np.full((4, 4), 0.1001, np.float32)
+    expected = value.astype(np.float64) - amount
+    assert cpu.block_soft_threshold(value, 4, amount) == 16
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("family", [cpu, reference])
 def test_a_hard_threshold_changes_nothing_that_it_keeps(rng, family):
     value = rng.standard_normal(1000).astype(np.float32)

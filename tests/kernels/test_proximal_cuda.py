@@ -35,6 +35,15 @@ def test_matches_the_reference(rng, machine, name, dtype, amount):
         assert not np.signbit(actual[actual == 0]).any()
 
 
+def test_a_block_just_above_the_threshold_shrinks_to_what_is_left(machine):
+    amount = 0.1  # no float32
+    value = np.full((4, 4), 0.1001, np.float32)
+    on_gpu = machine.upload(value)
+    assert cuda.block_soft_threshold(on_gpu, 4, amount) == 16
+    expected = value.astype(np.float64) - amount
+    np.testing.assert_allclose(on_gpu.to_numpy(), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_not_finite_stays_and_is_counted(machine, name):
     on_gpu = machine.upload(np.array([[np.nan, np.inf, -np.inf, 0.1, -0.0]], np.float32))

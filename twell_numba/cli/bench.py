@@ -159,6 +159,11 @@ def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Sets of weights used in turn, so that few tokens find them in memory and not in a cache, "
     f"as in a model; 1, for the one token on a GPU {ONE_TOKEN_LAYERS} if not given.",
 )
+@click.option(
+    "--float8",
+    is_flag=True,
+    help="Time the forward pass also with up and down weights as 8-bit floats, on a GPU.",
+)
 @dtype_option
 @rounds_option
 @device_option
@@ -175,6 +180,7 @@ def bench_ffn(
     pattern_layers: tuple[str, ...],
     remove_dead: bool,
     layers: int | None,
+    float8: bool,
     dtype: str | None,
     rounds: int,
     device: str,
@@ -197,13 +203,15 @@ def bench_ffn(
     allocates.
 
     Errors are norm-wise, against float64 computed of the same inputs; of large layers, those of
-    64 tokens and the gradients of 16 neurons, drawn at random.
+    64 tokens and the gradients of 16 neurons, drawn at random. That of `twell_float8` is against
+    the weights before they were rounded.
 
     \b
     Examples:
       twell bench ffn --density 0.01 --density 0.1
       twell bench ffn --device cuda --nonzeros 29 --dtype bfloat16
       twell bench ffn --device cuda --tokens 1 --layers 8 --nonzeros 29
+      twell bench ffn --device cuda --float8
       twell bench ffn --pattern patterns.npz --remove-dead
     """
     from twell_numba.infer.benchmark import describe_baseline
@@ -215,6 +223,10 @@ def bench_ffn(
         firing_neurons,
     )
 
+    if float8 and device == "cpu":
+        raise UsageError(
+            "--float8 given with --device cpu, a GPU wanted: on the CPU 8-bit weights save no time"
+        )
     _keep_freed_memory(device)
     dtype = choose_dtype(device, dtype)
     problem_of = partial(FFNProblem, seed=seed, dtype=dtype, device=device, skew=skew)
@@ -224,7 +236,7 @@ def bench_ffn(
             raise UsageError(f"{option} given without --pattern FILE, which it needs")
         shape = default_shape(device, tokens, width, hidden_width)
         firing = firing_neurons(device, shape.neurons, densities, nonzeros)
-        measured = _random_rows(problem_of, shape, firing, rounds, layers)
+        measured = _random_rows(problem_of, shape, firing, rounds, layers, float8)
     else:
         if densities or nonzeros or skew:
             raise UsageError("--pattern given with --density, --nonzeros or --skew, one wanted")
@@ -236,7 +248,13 @@ def bench_ffn(
             part
             for name, pattern in patterns.items()
             for part in benchmark_pattern(
-                problem, name, pattern, rounds, remove_dead=remove_dead, layers=layers or 1
+                problem,
+                name,
+                pattern,
+                rounds,
+                remove_dead=remove_dead,
+                layers=layers or 1,
+                float8=float8,
             )
         )
     rows: list[dict[str, Any]] = []
@@ -261,6 +279,7 @@ def _random_rows(
     firing: list[float],
     rounds: int,
     layers: int | None,
+    float8: bool,
 ) -> Iterator[list[dict[str, Any]]]:
     from twell_numba.infer.benchmark import benchmark_ffn, benchmark_one_token
 
@@ -268,14 +287,15 @@ def _random_rows(
     for count in firing:
         problem = random_problem.with_nonzeros(count)
         for backward in (False, True):
-            yield benchmark_ffn(problem, rounds, backward, layers or 1)
+            yield benchmark_ffn(problem, rounds, backward, layers or 1, float8=float8)
     if shape.tokens == 1:
         return
     one_token = problem_of(replace(shape, tokens=1, nonzeros=firing[0]))
     if one_token.device == "cpu":
         yield benchmark_one_token(one_token, rounds)
     else:
-        yield benchmark_ffn(one_token, rounds, False, layers or ONE_TOKEN_LAYERS)
+        layers = layers or ONE_TOKEN_LAYERS
+        yield benchmark_ffn(one_token, rounds, False, layers, float8=float8)
 
 
 def _load_patterns(

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,15 +11,13 @@ from twell_numba.cli.options import (
     dtype_of,
     dtype_option,
     ffn_path_option,
+    float8_option,
     ignored_seed_option,
     json_option,
 )
 from twell_numba.cli.text import print_table
 from twell_numba.errors import TwellError
 from twell_numba.strict_json import to_json
-
-if TYPE_CHECKING:
-    from twell_numba.models.config import ModelConfig
 
 
 @click.command("eval")
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     help="How many sequences to measure; as in the run's validation if not given.",
 )
 @ffn_path_option
+@float8_option
 @ignored_seed_option
 @device_option
 @dtype_option
@@ -45,6 +44,7 @@ def evaluate(
     data: str | None,
     windows: int | None,
     ffn_path: str,
+    float8: bool,
     device: str,
     dtype: str,
     as_json: bool,
@@ -61,7 +61,9 @@ def evaluate(
     from twell_numba.models.checkpoint import load_model
     from twell_numba.train.held_out import held_out_windows
 
-    model, tokenizer = load_model(run, dtype_of(dtype, device), ffn_path, device=device)
+    model, tokenizer = load_model(
+        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    )
     require_finite_weights(model)
     tokens, source = held_out_windows(run, model, tokenizer, data=data, count=windows)
     click.echo(
@@ -80,13 +82,13 @@ def evaluate(
     if as_json:
         click.echo(to_json(result, indent=2))
     else:
-        _print_result(dict(result), ffn_weight_sparsity_by_layer(model), model.config)
+        held = model.config.ffn_weight_format + (", 8-bit floats" if float8 else "")
+        _print_result(dict(result), ffn_weight_sparsity_by_layer(model), model.config.d_ffn, held)
 
 
 def _print_result(
-    result: dict[str, Any], weight_sparsity: list[float], config: "ModelConfig"
+    result: dict[str, Any], weight_sparsity: list[float], neurons: int, held: str
 ) -> None:
-    neurons = config.d_ffn
     print_table(
         None,
         [
@@ -96,7 +98,7 @@ def _print_result(
             ("activation sparsity", f"{result['ffn_activation_sparsity']:.2%}"),
             ("dead neurons", f"{result['dead_neuron_fraction']:.2%}"),
             ("weight sparsity", f"{result['ffn_weight_sparsity']:.2%}"),
-            ("FFN weights held as", config.ffn_weight_format),
+            ("FFN weights held as", held),
         ],
     )
     click.echo()

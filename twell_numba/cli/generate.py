@@ -10,6 +10,7 @@ from twell_numba.cli.options import (
     dtype_of,
     dtype_option,
     ffn_path_option,
+    float8_option,
     json_option,
     seed_option,
 )
@@ -46,6 +47,7 @@ from twell_numba.errors import UsageError
     help="Choose among the likeliest tokens that together have this probability.",
 )
 @ffn_path_option
+@float8_option
 @seed_option(default=0, help="The same seed gives the same text.")
 @device_option
 @dtype_option
@@ -58,6 +60,7 @@ def generate(
     top_k: int,
     top_p: float,
     ffn_path: str,
+    float8: bool,
     seed: int,
     device: str,
     dtype: str,
@@ -79,7 +82,9 @@ def generate(
     from twell_numba.models.tokenizer import valid_unicode
 
     prompt = valid_unicode(prompt)
-    model, tokenizer = load_model(run, dtype_of(dtype, device), ffn_path, device=device)
+    model, tokenizer = load_model(
+        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    )
     generation = generate_text(
         model,
         tokenizer,

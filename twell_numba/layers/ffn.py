@@ -5,6 +5,9 @@ which packs the activations that are not zero and computes only with those; ``au
 was faster at the density of the layer's last call. Weights of which most are zero can be held in a
 sparse format, ``csr`` or ``block_ell``: that is then their path, and nothing of the size of the
 dense weights is made on it.
+
+For inference, dense weights of which few rows are read can be held as 8-bit floats
+(:meth:`FeedForward.hold_float8`): then ``twell`` is the path.
 """
 
 import importlib
@@ -20,7 +23,9 @@ from twell_numba.device.arrays import Array, is_on_gpu, to_host
 from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
 from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.kernels import block_ell, csr, dense_ffn, twell
-from twell_numba.layers.parameter import Operand, Parameter, make_parameter
+from twell_numba.kernels.twell import float8
+from twell_numba.kernels.twell.float8_weights import Float8Weights
+from twell_numba.layers.parameter import Float8Parameter, Operand, Parameter, make_parameter
 
 PATHS = ("auto", "dense", "twell", "csr", "block_ell")
 
@@ -31,6 +36,8 @@ PATHS_OF_FORMAT = {
     "block_ell": ("auto", "block_ell"),
 }
 WEIGHT_FORMATS = tuple(PATHS_OF_FORMAT)
+# Of dense weights that are held as 8-bit floats where few rows are read.
+FLOAT8_PATHS = ("auto", "twell")
 
 _FAMILIES: dict[str, ModuleType] = {
     "dense": dense_ffn,
@@ -44,12 +51,17 @@ _FAMILIES: dict[str, ModuleType] = {
 # were even at 0.12 to 0.16 beside a BLAS with AVX-512, at 0.2 to 0.25 beside one with AVX2.
 AUTO_DENSITY = 0.1
 # The same on a GPU, where dense products are faster still beside what a sparse row takes. Measured
-# on one H200 (M = 16384, D = 2048, F = 5632, bfloat16): even at 0.0105 forward, at 0.0128 with
-# backward. And only for so many multiplications in a dense product (M D F): below, the work is over
-# before all of the GPU is busy, and the dense path is fewer kernels (M = 2048, D = 128, F = 512:
-# twice as fast).
-GPU_AUTO_DENSITY = 0.01
+# on one H200 (M = 16384, F = 5632, bfloat16): for D = 2048 even at 0.0135 forward and 0.0147 with
+# backward, for D = 768 at 0.0098 and 0.012. And only for so many multiplications in a dense product
+# (M D F): below, the work is over before all of the GPU is busy, and the dense path is fewer
+# kernels (M = 2048, D = 128, F = 512: up to four times as fast).
+GPU_AUTO_DENSITY, GPU_AUTO_DENSITY_NARROW = 0.0125, 0.01
+NARROW = 1024  # D below which the latter holds
 GPU_AUTO_SIZE = 1e10
+# Few tokens have kernels of their own on a GPU, whatever the size. Measured there (D = 2048,
+# F = 5632, bfloat16): even at a density of 0.1 for one token, 0.07 for 4, 0.06 for 8.
+GPU_FEW_TOKENS = 8
+GPU_FEW_TOKENS_DENSITY = 0.28  # divided by the tokens and two more
 
 # Below these fractions of weights stored, a layer held in CSR or block-ELL is faster than the dense
 # one. Measured (`twell bench weights`) on 2 cores at D = 512, F = 2048: for one token they are even
@@ -189,10 +201,11 @@ class FeedForward:
 
     @path.setter
     def path(self, path: str) -> None:
-        held = self.weight_format
-        if path not in PATHS_OF_FORMAT[held]:
+        held = "8-bit floats" if self.is_float8 else self.weight_format
+        paths = FLOAT8_PATHS if self.is_float8 else PATHS_OF_FORMAT[held]
+        if path not in paths:
             raise ValueError(
-                f"FFN path {path!r} given, one of {', '.join(PATHS_OF_FORMAT[held])} wanted "
+                f"FFN path {path!r} given, one of {', '.join(paths)} wanted "
                 f"for weights held as {held}; hold_weights changes how they are held"
             )
         self._path = path
@@ -247,6 +260,38 @@ class FeedForward:
             if weights is not parameter.operand:
                 setattr(self, name, make_parameter(parameter.name, weights))
         if self.path not in PATHS_OF_FORMAT[weight_format]:
+            self.path = "auto"
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether weights are held as 8-bit floats, see :meth:`hold_float8`."""
+        return any(isinstance(parameter, Float8Parameter) for parameter in self.parameters())
+
+    def hold_float8(self) -> None:
+        """Hold as 8-bit floats all dense weights but those that decide which neurons fire.
+
+        For inference: the backward pass is refused. Numbers are rounded, each row to a scale of its
+        own; which neurons of this layer fire stays the same. The parameters are new objects, and
+        the path becomes ``auto`` if it is ``dense``; ``auto`` is ``twell`` then. On a GPU only the
+        rows of neurons that fire are read, at half the bytes of 16-bit weights. The CPU gains
+        nothing but memory. ``hold_weights("dense")`` holds the rounded numbers as an array.
+
+        Raises
+        ------
+        ValueError
+            If the weights are held in a sparse format.
+        """
+        if self.weight_format != "dense":
+            raise ValueError(
+                f"weights held as {self.weight_format} given, dense ones wanted to be held as "
+                "8-bit floats; see hold_weights"
+            )
+        for name in self.weight_names[1:]:
+            parameter = getattr(self, name)
+            if not isinstance(parameter, Float8Parameter):
+                weights = Float8Weights.from_dense(parameter.value)
+                setattr(self, name, Float8Parameter(parameter.name, weights))
+        if self.path not in FLOAT8_PATHS:
             self.path = "auto"
 
     def hold_fastest(self, block_size: int | None = None) -> None:
@@ -324,12 +369,15 @@ class FeedForward:
         """
         path = self.next_path(len(x) if is_on_gpu(x) else None)
         parameters = self.parameters()
-        forward = getattr(_FAMILIES[path], f"{self.operation}_forward")
+        is_float8 = self.is_float8
+        family = float8 if is_float8 else _FAMILIES[path]
+        forward = getattr(family, f"{self.operation}_forward")
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
         weights = [parameter.operand for parameter in parameters]
         y, activations = forward(x, *weights)
         self._last = _LastCall(path, activations)
-        if self.path == "auto" and path in PATHS_OF_FORMAT["dense"] and not _is_recorded(x):
+        is_choice = self.path == "auto" and path in PATHS_OF_FORMAT["dense"] and not is_float8
+        if is_choice and not _is_recorded(x):
             self._measure(len(x))
 
         def backprop(dy: Array) -> Array:
@@ -352,12 +400,13 @@ class FeedForward:
         """
         if self.path != "auto":
             return self.path
+        if self.is_float8:
+            return "twell"
         if (held := self.weight_format) != "dense":
             return held
         density, limit = self.auto_state.density, AUTO_DENSITY
         if tokens_on_gpu is not None:
-            is_large = tokens_on_gpu * self.parameters()[0].size >= GPU_AUTO_SIZE
-            limit = GPU_AUTO_DENSITY if is_large else 0.0
+            limit = _gpu_auto_density(tokens_on_gpu, *self.parameters()[0].shape)
         return "twell" if density is not None and density < limit else "dense"
 
     def _measure(self, tokens: int) -> None:
@@ -427,6 +476,7 @@ def fastest_format(weights: list[Operand], block_size: int = DEFAULT_BLOCK_SIZE)
     block_size : int
         b of the block-ELL format that is considered.
     """
+    weights = [w.to_dense() if isinstance(w, Float8Weights) else w for w in weights]
     size = sum(weight.shape[0] * weight.shape[1] for weight in weights)
     if size == 0:
         return "dense"
@@ -468,6 +518,8 @@ def _format_of(weights: Operand) -> str:
 
 def _held_as(weights: Operand, weight_format: str, block_size: int) -> Operand:
     """Return weights in another format; the same object where they are in it already."""
+    if isinstance(weights, Float8Weights):
+        weights = weights.to_dense()
     if _format_of(weights) == weight_format and not (
         isinstance(weights, BlockELLMatrix) and weights.block_size != block_size
     ):
@@ -512,6 +564,15 @@ def _require_alike(parameters: list[Parameter]) -> None:
                 f"{parameter.name} held as {_kind(parameter.operand)} given beside {first.name} "
                 f"held as {_kind(first.operand)}; all FFN weights of a layer are held alike"
             )
+
+
+def _gpu_auto_density(tokens: int, neurons: int, width: int) -> float:
+    """Return the density below which ``auto`` takes the TwELL path on a GPU."""
+    if tokens <= GPU_FEW_TOKENS:
+        return GPU_FEW_TOKENS_DENSITY / (tokens + 2)
+    if tokens * neurons * width < GPU_AUTO_SIZE:
+        return 0.0
+    return GPU_AUTO_DENSITY_NARROW if width < NARROW else GPU_AUTO_DENSITY
 
 
 def _is_recorded(x: Array) -> bool:

@@ -5,6 +5,7 @@ and adds gradients in float32: mixed precision.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from twell_numba.device.arrays import Array, is_on_gpu, to_host, zeros_like
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
+from twell_numba.kernels.twell.float8_weights import Float8Weights
 
 Operand = Array | CSRMatrix | BlockELLMatrix
 """What a kernel takes for a weight: an array, or a sparse matrix."""
@@ -210,6 +212,69 @@ class SparseParameter(Parameter):
         if is_on_gpu(self._matrix):
             return int(np.count_nonzero(to_host(self.value)))
         return self._matrix.count_nonzero()
+
+
+class Float8Parameter(Parameter):
+    """Weights held as 8-bit floats, which are not trained.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tensor in a checkpoint.
+    weights : Float8Weights
+    """
+
+    def __init__(self, name: str, weights: Float8Weights) -> None:
+        self.name = name
+        self.decay = False
+        self.grad = None
+        self._weights = weights
+
+    @property
+    def operand(self) -> Float8Weights:
+        """The weights as they are held."""
+        return self._weights
+
+    @property
+    def value(self) -> Array:
+        """The numbers that the weights stand for: an array made anew, which nobody else sees."""
+        return self._weights.to_dense()
+
+    @value.setter
+    def value(self, value: Array) -> None:
+        raise TypeError(self._refusal())
+
+    def move_to_gpu(self, stream: Any, dtype: DTypeLike) -> None:
+        """As for any parameter; the weights stay 8-bit floats."""
+        self._weights = replace(self._weights.to(stream), dtype=np.dtype(dtype))
+
+    def move_to_host(self) -> None:
+        """As for any parameter; the weights stay 8-bit floats."""
+        self._weights = self._weights.to("cpu")
+
+    def train_on_gpu(self, value: Array, operand: Array | None, grad: Array) -> None:
+        """Refuse it."""
+        raise TypeError(self._refusal())
+
+    def grad_buffer(self) -> Array:
+        """Refuse it."""
+        raise TypeError(self._refusal())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights."""
+        return self._weights.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the 8-bit floats and their scales take."""
+        return self._weights.nbytes
+
+    def _refusal(self) -> str:
+        return (
+            f"{self.name} is held as 8-bit floats, for inference only; weights to be trained "
+            'are wanted as they were: hold_weights("dense")'
+        )
 
 
 def make_parameter(name: str, weights: Operand) -> Parameter:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from twell_numba.atomic import write_file_atomically
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, UsageError
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
-from twell_numba.layers.ffn import PATHS_OF_FORMAT
+from twell_numba.layers.ffn import FLOAT8_PATHS, PATHS_OF_FORMAT
 from twell_numba.layers.parameter import Operand
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.huggingface import (
@@ -97,6 +97,7 @@ def load_model(
     *,
     keep_format: bool = False,
     device: str = "cpu",
+    float8: bool = False,
 ) -> tuple[Transformer, ByteTokenizer | BPETokenizer]:
     """Read a model and its tokenizer.
 
@@ -112,13 +113,22 @@ def load_model(
     keep_format : bool
         Hold the weights exactly as they are stored, for training. The path is then ``auto`` if it
         does not fit the format.
+    float8 : bool
+        For inference: hold feedforward weights of which few rows are read as 8-bit floats.
 
     Raises
     ------
+    UsageError
+        If the path does not fit ``float8``.
     TwellError
         If a file is missing, truncated or of another kind, or a tensor is missing, unexpected or
         of another shape or dtype: one line naming the file and the tensor.
     """
+    if float8 and ffn_path not in FLOAT8_PATHS:
+        raise UsageError(
+            f"FFN path {ffn_path} given for weights held as 8-bit floats, one of "
+            f"{', '.join(FLOAT8_PATHS)} wanted"
+        )
     stream = None if device == "cpu" else _open_gpu(device)
     folder = resolve_checkpoint(folder)
     config = load_config(folder)
@@ -134,9 +144,11 @@ def load_model(
     is_short = stream is not None and dtype.itemsize == 2
     model = Transformer(config, weights, np.float32 if is_short else dtype)
     if not keep_format:
-        _hold_for_path(model, ffn_path)
+        _hold_for_path(model, "twell" if float8 else ffn_path)
     if ffn_path in PATHS_OF_FORMAT[model.weight_format]:
         model.ffn_path = ffn_path
+    if float8:
+        model.hold_float8()
     if stream is not None:
         model.move_to_gpu(stream, dtype)
     return model, tokenizer

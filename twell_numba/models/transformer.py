@@ -288,6 +288,14 @@ class Transformer:
             ffn.hold_weights(weight_format, block_size)
         self.config = replace(self.config, ffn_weight_format=weight_format)
 
+    def hold_float8(self) -> None:
+        """Hold weights of the feedforward layers as 8-bit floats, for inference.
+
+        See :meth:`twell_numba.layers.ffn.FeedForward.hold_float8`.
+        """
+        for ffn in self.ffn_layers:
+            ffn.hold_float8()
+
     @property
     def block_size(self) -> int:
         """Size of the blocks that feedforward weights are held in.

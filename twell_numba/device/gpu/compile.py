@@ -81,6 +81,9 @@ def _build(
 ) -> cache.Entry:
     with _lock, _without_a_gpu():
         library = _lower(function, argument_types, options)
+        # Linked as a whole: the assembler serialises wgmma, ignores setmaxnreg and uses more
+        # registers in code that could still be linked with other code.
+        library._lto = True
         cubin = library.get_cubin(cc=_capability(target))
         return bytes(cubin.code), library._entry_name
 
@@ -138,7 +141,7 @@ def _capability(target: str) -> tuple[int, int] | tuple[int, int, str]:
 
 @functools.cache
 def _versions() -> str:
-    versions = [f"python {platform.python_version()}"]
+    versions = [f"python {platform.python_version()}", "linked as a whole"]
     for package in _VERSIONS_OF:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")

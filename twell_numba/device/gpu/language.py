@@ -62,10 +62,13 @@ def argument_type(kind: str) -> Any:
     Parameters
     ----------
     kind : str
-        ``int`` (64-bit), ``float32``, ``float64``, or a dtype's name with a ``*``: a pointer to it.
+        ``int`` (64-bit), ``float32``, ``float64``, a dtype's name with a ``*``: a pointer to it, or
+        ``tensor_map``: the integers of a :class:`twell_numba.device.gpu.tensor_map.TensorMap`.
     """
     if kind == "int":
         return types.int64
+    if kind == "tensor_map":
+        return types.UniTuple(types.int64, 16)
     if kind.endswith("*"):
         return types.CPointer(_ELEMENT_TYPES[kind[:-1]])
     return {"float32": types.float32, "float64": types.float64}[kind]

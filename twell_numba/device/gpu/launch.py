@@ -16,9 +16,8 @@ from twell_numba.device.gpu.devices import GPU
 from twell_numba.device.gpu.driver import GPUError, call
 from twell_numba.device.gpu.packages import bindings, core
 from twell_numba.device.gpu.stream import Graph, Stream
+from twell_numba.device.gpu.tensor_map import TensorMap
 
-# Shared memory that a block gets without asking for more.
-_UNASKED_SHARED_MEMORY = 48 * 1024
 _MOST_BLOCKS = 2**31 - 1
 _MOST_CONFIGURATIONS = 4096
 
@@ -28,10 +27,10 @@ _SCALARS = {int: "int", np.float32: "float32", np.float64: "float64"}
 class Kernel:
     """A kernel, called as ``kernel(blocks, *arguments)``.
 
-    Arguments are arrays (the kernel gets a pointer), ``int`` (64-bit), ``np.float32`` and
-    ``np.float64``; a plain ``float`` is refused, because it would make float64 arithmetic of
-    float32. The kernel runs in the stream of the first array. For each combination of dtypes and
-    GPU it is compiled once.
+    Arguments are arrays (the kernel gets a pointer), tensor maps of arrays (it gets their words, a
+    tuple of integers), ``int`` (64-bit), ``np.float32`` and ``np.float64``; a plain ``float`` is
+    refused, because it would make float64 arithmetic of float32. The kernel runs in the stream of
+    the first array. For each combination of dtypes and GPU it is compiled once.
 
     Parameters
     ----------
@@ -40,19 +39,28 @@ class Kernel:
     options : Options
     shared_memory : int
         Bytes of a block's dynamic shared memory.
+    cluster : int
+        Blocks that run at the same time and reach each other's shared memory.
     """
 
-    def __init__(self, function: FunctionType, options: Options, shared_memory: int = 0) -> None:
+    def __init__(
+        self,
+        function: FunctionType,
+        options: Options,
+        shared_memory: int = 0,
+        cluster: int = 1,
+    ) -> None:
         self.function = function
         self.options = options
         self.shared_memory = shared_memory
+        self.cluster = cluster
         self.name = function.__name__.lstrip("_")
         self._loaded: dict[tuple[Any, ...], Any] = {}
         self._configurations: dict[int, Any] = {}
         self.__doc__ = function.__doc__
 
     def __call__(self, blocks: int, *arguments: Any) -> None:
-        """Run the kernel on ``blocks`` blocks of ``options.threads`` threads.
+        """Run the kernel on ``blocks`` blocks of ``options.threads`` threads, whole clusters.
 
         Nothing happens for 0 blocks.
 
@@ -61,7 +69,7 @@ class Kernel:
         TypeError
             If an argument is of another kind.
         ValueError
-            If arrays are on different GPUs, or there are too many blocks.
+            If arrays are on different GPUs, or there are too many blocks or a part of a cluster.
         GPUError
             If the kernel cannot be launched.
         """
@@ -73,14 +81,20 @@ class Kernel:
             if kind is DeviceArray:
                 kinds.append(argument.kind)
                 values.append(argument.pointer)
-                if argument.stream is not stream:
-                    if stream is None:
-                        stream = argument.stream
-                    else:
-                        others = [argument.stream] if others is None else [*others, argument.stream]
+                array = argument
+            elif kind is TensorMap:
+                kinds.append("tensor_map")
+                values.extend(argument.words)
+                array = argument.array
             else:
                 kinds.append(_SCALARS.get(kind))
                 values.append(argument)
+                continue
+            if array.stream is not stream:
+                if stream is None:
+                    stream = array.stream
+                else:
+                    others = [array.stream] if others is None else [*others, array.stream]
         if stream is None or None in kinds:
             raise TypeError(self._describe_wrong(arguments))
         gpu = stream.gpu
@@ -132,7 +146,7 @@ class Kernel:
         gpu.make_current()
         try:
             kernel = core().ObjectCode.from_cubin(code, name=self.name).get_kernel(entry)
-            if self.shared_memory > _UNASKED_SHARED_MEMORY:
+            if self.shared_memory:  # a block gets 48 KiB unasked, with arrays of fixed size in it
                 self._ask_for_shared_memory(kernel, gpu)
         except GPUError:
             raise
@@ -158,10 +172,17 @@ class Kernel:
     def _configure(self, blocks: int) -> Any:
         if blocks > _MOST_BLOCKS:
             raise ValueError(f"kernel {self.name}: {blocks} blocks given, at most {_MOST_BLOCKS}")
+        if blocks % self.cluster:
+            raise ValueError(
+                f"kernel {self.name}: {blocks} blocks given, a multiple of {self.cluster} wanted"
+            )
         if len(self._configurations) >= _MOST_CONFIGURATIONS:
             self._configurations.clear()
+        options: dict[str, int] = {"grid": blocks}
+        if self.cluster > 1:
+            options = {"grid": blocks // self.cluster, "cluster": self.cluster}
         configuration = core().LaunchConfig(
-            grid=blocks, block=self.options.threads, shmem_size=self.shared_memory
+            **options, block=self.options.threads, shmem_size=self.shared_memory
         )
         self._configurations[blocks] = configuration
         return configuration
@@ -189,6 +210,7 @@ def kernel(
     blocks_per_multiprocessor: int = 0,
     max_registers: int = 0,
     shared_memory: int = 0,
+    cluster: int = 1,
     line_information: bool = False,
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Make a :class:`Kernel` of a function; a decorator.
@@ -200,7 +222,10 @@ def kernel(
     blocks_per_multiprocessor, max_registers, line_information
         See :class:`twell_numba.device.gpu.compile.Options`.
     shared_memory : int
-        Bytes of a block's dynamic shared memory. More than 48 KiB is asked of the driver.
+        Bytes of a block's dynamic shared memory. It is asked of the driver.
+    cluster : int
+        Blocks that run at the same time and reach each other's shared memory; more than 1 from
+        compute capability 9.0 on.
     """
     if threads % 32 or not 32 <= threads <= 1024:
         raise ValueError(f"{threads} threads given, a multiple of 32 up to 1024 wanted")
@@ -208,7 +233,7 @@ def kernel(
 
     def decorate(function: Callable[..., None]) -> Kernel:
         assert isinstance(function, FunctionType)
-        return Kernel(function, options, shared_memory)
+        return Kernel(function, options, shared_memory, cluster)
 
     return decorate
 
@@ -225,3 +250,5 @@ def _keep_alive(graph: Graph, arguments: tuple[Any, ...]) -> None:
     for argument in arguments:
         if type(argument) is DeviceArray:
             graph.keep(argument.owner)
+        elif type(argument) is TensorMap:
+            graph.keep(argument.array.owner)

@@ -18,11 +18,11 @@ reads 1.7 GB and writes 0.55 GB. Milliseconds on an H200, M = 16384, D = 2048, F
 10% of the blocks stored:
 
                         b = 32          b = 64
-    hidden_forward      0.51            0.39
-    sum_columns         0.21, 0.37      0.13, 0.24      (y, dx)
-    hidden_backward     0.41            0.39
-    sample_blocks       0.26            0.17 to 0.20    (each of three)
-    the others          0.13            0.14            (together)
+    hidden_forward      0.50            0.36
+    sum_columns         0.20, 0.36      0.13, 0.22      (y, dx)
+    hidden_backward     0.40            0.39
+    sample_blocks       0.25            0.17 to 0.20    (each of three)
+    the others          0.11            0.11            (together)
 
 Slower: 48 rows of x held in shared memory while the weights pass (hidden_forward 0.63 at both
 sizes, hidden_backward 0.53); fragments loaded from memory straight to registers (0.74 and 1.1;

@@ -84,7 +84,10 @@ def block_soft_threshold(value: np.ndarray, block_size: int, amount: float) -> i
         If the array is no matrix, or not C-contiguous and writable; if block_size is less than 1,
         or the amount not a number of at least 0.
     """
-    limit = _checked(value, "amount", amount)
+    _checked(value, "amount", amount)
+    # Not in the array's dtype: where the norm is hardly above the threshold, the factor is a small
+    # difference of numbers close to 1, and of a rounded amount it would have few right digits.
+    limit = np.float64(amount)
     if value.ndim != 2:
         raise ValueError(f"value of shape {value.shape} given, a matrix (F, D) wanted")
     if block_size < 1:
@@ -272,7 +275,7 @@ def _soft_blocks(value, block_size, amount, first, last):
                     squares += number * number
             size = part.shape[0] * (stop - start)
             norm = np.sqrt(squares)
-            limit = np.float64(amount) * np.sqrt(np.float64(size))
+            limit = amount * np.sqrt(np.float64(size))
             is_zero = norm <= limit
             factor = value.dtype.type(0.0 if is_zero else 1.0 - limit / norm)
             for row in range(part.shape[0]):

@@ -111,7 +111,10 @@ def block_soft_threshold(value: DeviceArray, block_size: int, amount: float) -> 
         If the array is no matrix, block_size is less than 1, or the amount not a number of at
         least 0.
     """
-    limit = np.float64(_checked(value, "amount", amount))
+    _checked(value, "amount", amount)
+    # Not in the array's dtype: where the norm is hardly above the threshold, the factor is a small
+    # difference of numbers close to 1, and of a rounded amount it would have few right digits.
+    limit = np.float64(amount)
     if value.ndim != 2:
         raise ValueError(f"value of shape {value.shape} given, a matrix (F, D) wanted")
     if block_size < 1:

@@ -6,43 +6,43 @@ Two-matrix:  h = relu(x Wu^T),  y = h Wd
 as on the CPU (:mod:`twell_numba.kernels.twell.cpu`, whose formulas these are): one dense product,
 packed as TwELL, then only rows of the weights that belong to stored entries.
 
-Rows of which a tile overflows, the *tail*, are read from the dense product itself, which is kept
-for them: what is computed is exact at any density, nothing waits for the GPU, and all of it can be
-recorded in a graph. ``compact_tail`` keeps the tail's rows alone, which takes one wait.
+Where tensor cores can, the product is packed by the kernel that computes it, and never reaches
+memory: on Hopper GPUs in bfloat16 (:mod:`hopper_gate`), on those of compute capability 8 in 16 bits
+(:mod:`cuda_gate`). Elsewhere NVIDIA's library computes it and another kernel packs it.
 
-Two sets of kernels work on the entries: a block holds a row in registers where D and the arrays'
-alignment allow it (:mod:`cuda_rows`); otherwise a warp takes a row, or a part of a neuron's
-gradients (:mod:`cuda_forward`, :mod:`cuda_backward`). The tail has kernels of its own
-(:mod:`cuda_tail`). Every sum is in a fixed order, without atomics: the same bits in every run.
+Rows of which a tile overflows, the *tail*, are exact, too, at any density; nothing waits for the
+GPU, and all of it can be recorded in a graph. If the product is not in memory, the tail is computed
+anew, as a dense layer of its rows alone (:mod:`dense_tail`). Otherwise the product is kept, and the
+tail read from it (:mod:`cuda_tail`); ``compact_tail`` keeps the tail's rows alone, which takes one
+wait.
+
+Two sets of kernels work on the entries: strip by strip of the columns where D and the arrays'
+alignment let eight numbers be read at a time (:mod:`strip_rows`, :mod:`entry_gradients`); otherwise
+a warp takes a row, or a part of a neuron's gradients (:mod:`cuda_forward`, :mod:`cuda_backward`).
+Every sum is in a fixed order, without atomics: the same bits in every run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from twell_numba.device.gpu import DeviceArray, empty, zeros
 from twell_numba.device.gpu.gemm import matmul
+from twell_numba.device.gpu.tensor_cores import OLDEST_CAPABILITY as TENSOR_CORES
 from twell_numba.kernels.checks import require_shape
 from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays
 from twell_numba.kernels.device_ffn_checks import backward_arrays, forward_arrays
-from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell import cuda_gate, dense_tail, hopper_gate, strip_rows
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations, TailSource
 from twell_numba.kernels.twell.cuda_backward import (
     add_gradients,
     backward_rows,
 )
-from twell_numba.kernels.twell.cuda_by_neuron import (
-    CHUNK_ROWS,
-    FEWEST_ENTRIES,
-    MOST_PARTS,
-    TILE_THREADS,
-    add_chunks,
-    add_neurons,
-    list_entries,
-    mark_entries,
-)
+from twell_numba.kernels.twell.cuda_decode import MOST_TOKENS, decode_forward
 from twell_numba.kernels.twell.cuda_forward import forward_rows
 from twell_numba.kernels.twell.cuda_pack import (
     TILE_OF_A_WARP,
@@ -53,13 +53,6 @@ from twell_numba.kernels.twell.cuda_pack import (
     pack_rows,
     pack_tiles,
 )
-from twell_numba.kernels.twell.cuda_rows import (
-    add_gradients_of_part,
-    add_parts,
-    backward_row,
-    fits,
-    forward_row,
-)
 from twell_numba.kernels.twell.cuda_tail import (
     tail_d_hidden,
     tail_gradients,
@@ -67,13 +60,17 @@ from twell_numba.kernels.twell.cuda_tail import (
     tail_outputs,
     tail_up,
 )
+from twell_numba.kernels.twell.entry_transpose import list_by_neuron
 
+# TwELL's layout unless another is asked for. Memory grows with the slots; in trained sparse models
+# at most 28 of 256 neurons fire for a token.
+TILE, SLOTS = 256, 32
 # Blocks that work on the tail, at most, for each multiprocessor.
 TAIL_BLOCKS = 8
 
 
 def relu_pack(
-    gate: DeviceArray, tile: int = 256, slots: int = 64, *, compact_tail: bool = False
+    gate: DeviceArray, tile: int = TILE, slots: int = SLOTS, *, compact_tail: bool = False
 ) -> DeviceActivations:
     """Pack ``relu(gate)`` as TwELL.
 
@@ -103,7 +100,7 @@ def relu_pack(
     _require_tile(tile, slots)
     float_arrays(gate=gate)
     require_shape("gate", gate, ("M", "F"))  # type: ignore[arg-type]
-    return _pack(gate, tile, slots, gated=False, compact_tail=compact_tail)
+    return _pack_gate(gate, tile, slots, gated=False, compact_tail=compact_tail)
 
 
 def gated_ffn_forward(
@@ -111,8 +108,8 @@ def gated_ffn_forward(
     gate_weight: DeviceArray,
     up_weight: DeviceArray,
     down_weight: DeviceArray,
-    tile: int = 256,
-    slots: int = 64,
+    tile: int = TILE,
+    slots: int = SLOTS,
     *,
     compact_tail: bool = False,
 ) -> tuple[DeviceArray, DeviceActivations]:
@@ -146,8 +143,10 @@ def gated_ffn_forward(
     """
     _require_tile(tile, slots)
     forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-    gate = matmul(x, gate_weight, transpose_b=True)
-    activations = _pack(gate, tile, slots, gated=True, compact_tail=compact_tail)
+    if _is_decoding(x, tile, slots, compact_tail):
+        return decode_forward(x, gate_weight, up_weight, down_weight)
+    weights = (gate_weight, up_weight, down_weight)
+    activations = _pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
     return _forward(x, up_weight, down_weight, activations), activations
 
 
@@ -201,8 +200,8 @@ def ffn_forward(
     x: DeviceArray,
     up_weight: DeviceArray,
     down_weight: DeviceArray,
-    tile: int = 256,
-    slots: int = 64,
+    tile: int = TILE,
+    slots: int = SLOTS,
     *,
     compact_tail: bool = False,
 ) -> tuple[DeviceArray, DeviceActivations]:
@@ -213,8 +212,10 @@ def ffn_forward(
     """
     _require_tile(tile, slots)
     forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
-    up = matmul(x, up_weight, transpose_b=True)
-    activations = _pack(up, tile, slots, gated=False, compact_tail=compact_tail)
+    if _is_decoding(x, tile, slots, compact_tail):
+        return decode_forward(x, None, up_weight, down_weight)
+    weights = (up_weight, down_weight)
+    activations = _pack_product(x, weights, tile, slots, gated=False, compact_tail=compact_tail)
     return _forward(x, up_weight, down_weight, activations), activations
 
 
@@ -295,47 +296,112 @@ def _require_gate(activations: Any, *, is_wanted: bool) -> None:
 # ---- What is launched
 
 
-def _pack(
+def _is_decoding(x: DeviceArray, tile: int, slots: int, compact_tail: bool) -> bool:
+    """Return whether there are so few tokens that the layer is two kernels of its own."""
+    return x.shape[0] <= MOST_TOKENS and (tile, slots, compact_tail) == (TILE, SLOTS, False)
+
+
+def _pack_product(
+    x: DeviceArray,
+    weights: tuple[DeviceArray, ...],
+    tile: int,
+    slots: int,
+    *,
+    gated: bool,
+    compact_tail: bool,
+) -> DeviceActivations:
+    """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire."""
+    weight = weights[0]
+    packing = _fused_packing(x, weights, tile)
+    if packing is None:
+        gate = matmul(x, weight, transpose_b=True)
+        return _pack_gate(gate, tile, slots, gated=gated, compact_tail=compact_tail)
+    rows = x.shape[0]
+    packed, overflows = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
+    packed.tail_source = TailSource(x, weight, zeros(2, np.int32, x.stream))
+    packing(x, weight, packed.values, packed.columns, packed.counts, slots)
+    mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, packed.tiles, slots)
+    _finish_packing(packed, overflows)
+    return packed
+
+
+def _fused_packing(
+    x: DeviceArray, weights: tuple[DeviceArray, ...], tile: int
+) -> Callable[..., None] | None:
+    """Return the kernel that packs the product it computes; None where there is none."""
+    is_16_bits = x.dtype.itemsize == 2 and x.gpu.capability >= TENSOR_CORES
+    if not is_16_bits or tile != hopper_gate.TILE or not _is_aligned(x, *weights):
+        return None
+    if hopper_gate.fits(x, weights[0]):
+        return hopper_gate.gate_pack
+    return cuda_gate.gate_pack if x.gpu.capability[0] == 8 else None
+
+
+def _pack_gate(
     gate: DeviceArray, tile: int, slots: int, *, gated: bool, compact_tail: bool
 ) -> DeviceActivations:
+    """Pack relu(gate)."""
     rows, neurons = gate.shape
-    tiles, stream = -(-neurons // tile), gate.stream
-    sums = arithmetic_dtype(gate.dtype)
+    packed, overflows = _activations(gate.shape, gate, tile, slots, gated=gated)
+    packed.tail_values = gate
+    arrays = (packed.values, packed.columns, packed.counts)
+    if tile == TILE_OF_A_WARP and _is_aligned(gate):
+        blocks = pack_rows.blocks_of_warps(rows)
+        pack_rows(blocks, gate, *arrays, overflows, rows, neurons, packed.tiles, slots)
+    else:
+        items = rows * packed.tiles
+        pack_tiles(
+            pack_tiles.blocks_of_warps(items), gate, *arrays, rows, neurons, tile, packed.tiles,
+            slots,
+        )  # fmt: skip
+        mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, packed.tiles, slots)
+    _finish_packing(packed, overflows)
+    if compact_tail:
+        _make_tail_compact(packed, gate)
+    return packed
+
+
+def _activations(
+    shape: tuple[int, ...], like: DeviceArray, tile: int, slots: int, *, gated: bool
+) -> tuple[DeviceActivations, DeviceArray]:
+    """Return activations to be filled, of ``like``'s dtype, and a bit a row: what overflows."""
+    (rows, neurons), stream = shape, like.stream
+    tiles = -(-neurons // tile)
     places = (rows, tiles * slots)
-    overflows = zeros(-(-rows // 32), np.int32, stream)  # a bit a row
+    words = -(-rows // 32)
+    zeroed = zeros(words + 1, np.int32, stream)
     packed = DeviceActivations(
         neurons=neurons,
         tile=tile,
         slots=slots,
         gated=gated,
-        values=empty(places, gate.dtype, stream),
+        values=empty(places, like.dtype, stream),
         columns=empty(places, np.uint16, stream),
         counts=empty((rows, tiles), np.int32, stream),
-        up_values=empty(places if gated else (0, 0), gate.dtype, stream),
+        up_values=empty(places if gated else (0, 0), like.dtype, stream),
         tail_rows=empty(rows, np.int32, stream),
-        tail_count=zeros(1, np.int32, stream),
-        tail_values=gate,
+        tail_count=zeroed[words:],
+        tail_values=empty((0, neurons), like.dtype, stream),
         is_compact=False,
         row_nonzeros=empty(rows, np.int32, stream),
-        row_absolute_sums=empty(rows, sums, stream),
+        row_absolute_sums=empty(rows, arithmetic_dtype(like.dtype), stream),
         fired=zeros(neurons, np.bool_, stream),
     )
-    layout = (rows, neurons, tile, tiles, slots)
-    arrays = (packed.values, packed.columns, packed.counts)
-    if tile == TILE_OF_A_WARP and _is_aligned(gate):
-        blocks = pack_rows.blocks_of_warps(rows)
-        pack_rows(blocks, gate, *arrays, overflows, rows, neurons, tiles, slots)
-    else:
-        pack_tiles(pack_tiles.blocks_of_warps(rows * tiles), gate, *arrays, *layout)
-        mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, tiles, slots)
+    return packed, zeroed[:words]
+
+
+def _finish_packing(packed: DeviceActivations, overflows: DeviceArray) -> None:
+    """List the tail, and without a gate, count what fires (of the tail, where it is read)."""
+    rows = packed.shape[0]
     if rows:
         list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
-    if not gated:
-        statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
-        count_rows(count_rows.blocks_of_warps(rows), *arrays, gate, overflows, *statistics, *layout)
-    if compact_tail:
-        _make_tail_compact(packed, gate)
-    return packed
+    if not packed.gated:
+        count_rows(
+            count_rows.blocks_of_warps(rows), packed.values, packed.columns, packed.counts,
+            packed.tail_values, overflows, packed.row_nonzeros, packed.row_absolute_sums,
+            packed.fired, rows, packed.neurons, packed.tile, packed.tiles, packed.slots,
+            int(packed.tail_source is None),
+        )  # fmt: skip
 
 
 def _make_tail_compact(packed: DeviceActivations, gate: DeviceArray) -> None:
@@ -362,14 +428,14 @@ def _forward(
     y = empty(x.shape, x.dtype, x.stream)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     is_aligned = _is_aligned(x, up_weight, down_weight)
-    entries = (packed.values, packed.columns, packed.counts, packed.up_values)
-    arrays = (x, up_weight, down_weight, *entries, y, *statistics)
-    layout = (packed.tile, packed.tiles, packed.slots)
-    if is_aligned and fits(width):
-        forward_row(width, packed.gated)(rows, *arrays, *layout)
+    if is_aligned and width:
+        strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
     else:
-        blocks = forward_rows.blocks_of_warps(rows)
-        forward_rows(blocks, *arrays, rows, width, *layout, int(packed.gated), is_aligned)
+        forward_rows(
+            forward_rows.blocks_of_warps(rows), x, up_weight, down_weight, packed.values,
+            packed.columns, packed.counts, packed.up_values, y, *statistics, rows, width,
+            packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned,
+        )  # fmt: skip
     _forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
 
@@ -383,6 +449,13 @@ def _forward_tail(
     is_aligned: int,
 ) -> None:
     """Compute y, and what rows of h hold, for rows of the tail."""
+    if packed.tail_source is not None:
+        weights = (packed.tail_source.weight, up_weight, down_weight)
+        dense_tail.forward_of_tail(
+            x, weights, packed.tail_rows, packed.tail_count, packed.tail_source.state, y,
+            (packed.row_nonzeros, packed.row_absolute_sums, packed.fired), gated=packed.gated,
+        )  # fmt: skip
+        return
     tail = (packed.tail_values, packed.tail_rows, packed.tail_count)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     layout = (packed.neurons, x.shape[1], int(packed.is_compact))
@@ -416,6 +489,14 @@ def _backward_tail(
     is_aligned: int,
 ) -> None:
     """Compute dx for rows of the tail, and add what they give to the gradients."""
+    if packed.tail_source is not None:
+        if not _is_aligned(dy, *weights):
+            dy, weights = dy.copy(), (weights[0].copy(), weights[1].copy(), weights[2].copy())
+        dense_tail.backward_of_tail(
+            dy, x, weights, packed.tail_rows, packed.tail_count, packed.tail_source.state,
+            l1_scale, dx, gradients, gated=packed.gated,
+        )  # fmt: skip
+        return
     pattern_weight, up_weight, down_weight = weights
     tail = (packed.tail_values, packed.tail_rows, packed.tail_count)
     rows, neurons = packed.tail_values.shape
@@ -443,42 +524,12 @@ def _backward(
     scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
     is_aligned = _is_aligned(dy, x, *weights, *gradients)
     dx = empty(x.shape, x.dtype, x.stream)
-    if is_aligned and fits(x.shape[1]):
-        _backward_in_registers(dy, x, weights, packed, scale, gradients, dx)
+    if is_aligned and x.shape[1]:
+        strip_rows.backward_entries(dy, x, weights, packed, scale, gradients, dx)
     else:
         _backward_by_warps(dy, x, weights, packed, scale, gradients, dx, is_aligned)
     _backward_tail(dy, x, weights, packed, scale, gradients, dx, is_aligned)
     return dx
-
-
-def _backward_in_registers(
-    dy: DeviceArray,
-    x: DeviceArray,
-    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
-    packed: DeviceActivations,
-    l1_scale: DeviceArray,
-    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
-    dx: DeviceArray,
-) -> None:
-    """Add to the gradients and compute dx for rows that are not in the tail (for others, 0)."""
-    (rows, width), neurons = x.shape, packed.neurons
-    sums = arithmetic_dtype(x.dtype)
-    d_hidden = empty(packed.values.shape, sums, x.stream)
-    if rows and neurons:
-        lists = _list_by_neuron(packed)
-        _, part_starts, part_neurons, *_ = lists
-        part_sums = empty((MOST_PARTS, 3, width), sums, x.stream)
-        arrays = (dy, x, weights[2], packed.values, packed.up_values, l1_scale, d_hidden)
-        add_gradients_of_part(width, packed.gated)(
-            part_neurons.size, *arrays, *lists, *gradients, part_sums, neurons,
-            packed.tiles * packed.slots,
-        )  # fmt: skip
-        gated = int(packed.gated)
-        add_parts(neurons, part_sums, part_starts, *gradients, neurons, width, gated)
-    backward_row(width, packed.gated)(
-        rows, *weights[:2], packed.values, packed.columns, packed.counts, packed.up_values,
-        d_hidden, dx, packed.tile, packed.tiles, packed.slots,
-    )  # fmt: skip
 
 
 def _backward_by_warps(
@@ -491,52 +542,17 @@ def _backward_by_warps(
     dx: DeviceArray,
     is_aligned: int,
 ) -> None:
-    """Do the same with rows of any width."""
+    """Add to the gradients and compute dx for rows that are not in the tail (for others, 0)."""
     (rows, width), neurons, gated = x.shape, packed.neurons, int(packed.gated)
-    d_hidden = empty(packed.values.shape, arithmetic_dtype(x.dtype), x.stream)
+    lists, entry_places = list_by_neuron(packed)
+    hidden, d_pattern, d_up = lists.coefficients[0], lists.coefficients[1], lists.coefficients[-1]
     backward_rows(
         backward_rows.blocks_of_warps(rows), dy, *weights, packed.values, packed.columns,
-        packed.counts, packed.up_values, l1_scale, d_hidden, dx, rows, width, packed.tile,
-        packed.tiles, packed.slots, gated, is_aligned,
+        packed.counts, packed.up_values, l1_scale, entry_places, hidden, d_pattern, d_up, dx, rows,
+        width, packed.tile, packed.tiles, packed.slots, gated, is_aligned,
     )  # fmt: skip
     if rows and neurons and width:
-        starts, _, _, *entries = _list_by_neuron(packed)
         add_gradients(
-            add_gradients.blocks_of_warps(neurons * -(-width // 256)), dy, x, packed.values,
-            packed.up_values, d_hidden, starts, *entries, *gradients, neurons, width,
-            packed.tiles * packed.slots, gated, is_aligned,
+            add_gradients.blocks_of_warps(neurons * -(-width // 256)), dy, x, lists.neuron_starts,
+            lists.rows, hidden, d_pattern, d_up, *gradients, neurons, width, gated, is_aligned,
         )  # fmt: skip
-
-
-def _list_by_neuron(packed: DeviceActivations) -> tuple[DeviceArray, ...]:
-    """List every packed entry under its neuron, rows ascending.
-
-    Returns
-    -------
-    neuron_starts : DeviceArray of int64, shape (F + 1,)
-    part_starts : DeviceArray of int32, shape (F + 2,)
-        Of each neuron's parts of its list, and of how many entries a part has at most.
-    part_neurons : DeviceArray of int32, shape (F + MOST_PARTS,)
-        Each part's neuron; as many as there are parts.
-    entry_rows, entry_slots : DeviceArray of int32, shape (M * tiles * slots,)
-        The entry's row and place in the row; as many as ``neuron_starts`` says.
-    """
-    (rows, neurons), stream = packed.shape, packed.values.stream
-    chunks = -(-rows // CHUNK_ROWS)
-    masks = zeros((chunks, neurons), np.int32, stream)
-    places = empty((chunks, neurons), np.int32, stream)
-    neuron_starts = empty(neurons + 1, np.int64, stream)
-    part_starts = empty(neurons + 2, np.int32, stream)
-    part_neurons = empty(neurons + MOST_PARTS, np.int32, stream)
-    entry_rows = empty(packed.values.size, np.int32, stream)
-    entry_slots = empty(packed.values.size, np.int32, stream)
-    pattern = (packed.columns, packed.counts)
-    layout = (rows, neurons, packed.tile, packed.tiles, packed.slots)
-    blocks = mark_entries.blocks(rows * packed.tiles * TILE_THREADS)
-    mark_entries(blocks, *pattern, masks, *layout)
-    add_chunks(-(-neurons // 32), masks, places, neuron_starts, neurons, chunks)
-    parts = (part_starts, part_neurons, neurons, FEWEST_ENTRIES, MOST_PARTS)
-    add_neurons(1, neuron_starts, *parts)
-    lists = (neuron_starts, entry_rows, entry_slots)
-    list_entries(blocks, *pattern, masks, places, *lists, *layout)
-    return neuron_starts, part_starts, part_neurons, entry_rows, entry_slots

@@ -1,7 +1,7 @@
 """What an activation-sparse forward pass on a GPU hands to its backward pass."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -9,13 +9,30 @@ from twell_numba.device.gpu import DeviceArray
 from twell_numba.formats import TwELLMatrix
 
 
+class TailSource(NamedTuple):
+    """What rows of the tail are computed anew from.
+
+    Attributes
+    ----------
+    x : DeviceArray, shape (M, D)
+    weight : DeviceArray, shape (F, D)
+        That decides which neurons fire.
+    state : DeviceArray of int32, shape (2,)
+        Zeros, which the kernels count with.
+    """
+
+    x: DeviceArray
+    weight: DeviceArray
+    state: DeviceArray
+
+
 @dataclass(slots=True)
 class DeviceActivations:
     """The hidden activations of a feedforward layer in TwELL's layout, on a GPU.
 
     A row of which a tile overflows is in the *tail*: it is read from the dense product that decided
-    which neurons fire. So nothing has to be known about the tail on the host, and nothing can fail
-    to fit.
+    which neurons fire, or computed anew. So nothing has to be known about the tail on the host, and
+    nothing can fail to fit.
 
     Attributes
     ----------
@@ -37,7 +54,8 @@ class DeviceActivations:
         Ascending rows of which a tile overflows, ``tail_count`` of them; then anything.
     tail_count : DeviceArray of int32, shape (1,)
     tail_values : DeviceArray, shape (M, F), or (tail_count, F) if ``is_compact``
-        Products before the ReLU: of all rows (those of the tail are read), or of the tail's.
+        Products before the ReLU or after it: of all rows (those of the tail are read), or of the
+        tail's. Without elements if there is a ``tail_source``.
     is_compact : bool
     row_nonzeros : DeviceArray of int32, shape (M,)
         Entries of each row of h that are not 0.
@@ -45,6 +63,8 @@ class DeviceActivations:
         Sum of |h| of each row.
     fired : DeviceArray of bool, shape (F,)
         Whether the neuron's h was not 0 for at least one row.
+    tail_source : TailSource or None
+        What the tail is computed anew from.
     """
 
     is_on_gpu: ClassVar[bool] = True
@@ -64,6 +84,7 @@ class DeviceActivations:
     row_nonzeros: DeviceArray
     row_absolute_sums: DeviceArray
     fired: DeviceArray
+    tail_source: TailSource | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,9 +100,7 @@ class DeviceActivations:
         """Return a copy, in the host's memory, of the matrix that decided which neurons fire."""
         count = int(self.tail_count.to_numpy()[0])
         rows = self.tail_rows.to_numpy()[:count].astype(np.int64)
-        tail = self.tail_values.to_numpy()
-        if not self.is_compact:
-            tail = tail[rows]
+        tail = self._tail(rows)
         places = (*self.counts.shape, self.slots)
         return TwELLMatrix(
             self.values.to_numpy().reshape(places),
@@ -93,3 +112,13 @@ class DeviceActivations:
             tail_values=np.where(tail <= 0, tail.dtype.type(0), tail),
             validate=False,
         )
+
+    def _tail(self, rows: np.ndarray) -> np.ndarray:
+        if self.tail_source is not None:
+            from twell_numba.kernels.twell.dense_tail import positive_rows
+
+            x, weight, state = self.tail_source
+            listed = (self.tail_rows, self.tail_count, state)
+            return positive_rows(x, weight, *listed, rows.size).to_numpy()[:, : self.neurons]
+        tail = self.tail_values.to_numpy()
+        return tail if self.is_compact else tail[rows]

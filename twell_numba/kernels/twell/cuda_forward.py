@@ -2,10 +2,10 @@
 
     u_i = x . Wu[j_i],  h_i = values_i u_i (values_i without a gate),  y = sum_i h_i Wd[j_i]
 
-for the entries i of a row of x, of neurons j_i: of rows of any width, aligned or not, that a block
-does not hold in its registers (:mod:`cuda_rows`). A warp takes a row of x, and reads a row of the
-weights after the other: bound by their latency. On an H200, M = 2048, D = 128, F = 512, bfloat16,
-50 entries a row, a pass takes 0.116 ms, with rows in registers 0.064.
+for the entries i of a row of x, of neurons j_i: of rows that cannot be read eight numbers at a time
+(otherwise :mod:`strip_rows` is faster). A warp takes a row of x, and reads a row of the weights
+after the other: bound by their latency. On an H200, M = 2048, D = 128, F = 512, bfloat16, 50
+entries a row, a pass takes 0.116 ms, with rows in registers 0.064.
 """
 
 from twell_numba.device.gpu import kernel

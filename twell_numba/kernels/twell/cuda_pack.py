@@ -175,16 +175,19 @@ def copy_rows(source, rows, target, count, width):
 @kernel()
 def count_rows(
     values, columns, counts, gate, overflows, nonzeros, absolute_sums, fired,
-    rows, neurons, tile, tiles, slots,
+    rows, neurons, tile, tiles, slots, has_gate,
 ):  # fmt: skip
-    """Count the packed entries of each row and add them up; a warp takes a row."""
+    """Count the packed entries of each row and add them up; a warp takes a row.
+
+    Of a row that overflows the numbers of ``gate``, if there is one.
+    """
     lane = global_thread() % 32
     row = global_thread() // 32
     while row < rows:
         count = types.int32(0)
         total = number(values, 0)
         if is_bit_set(overflows, row) == 1:
-            neuron = lane
+            neuron = lane if has_gate == 1 else neurons
             while neuron < neurons:
                 value = load(gate, row * neurons + neuron)
                 if not value <= 0:
