@@ -109,6 +109,7 @@ def _measure(
     if trainer.recorded is not None:
         trainer.recorded.forget()
         gc.collect()  # what the last path had, which refers to itself
+        stream.synchronize()  # freeing it is work of the stream: until then it counts as in use
         stream.gpu.memory.reset_peak()
     times, results = [], []
     for _ in range(WARM_UP + rounds):
