@@ -205,8 +205,9 @@ def convert(
 def without_dead_neurons(model: Transformer, fired: np.ndarray) -> Transformer:
     """Return a model that lacks neurons which fired for no token; for those tokens it is the same.
 
-    All layers of a model have as many neurons: those of the layer in which most fired. Others keep
-    some dead ones.
+    All layers of a model have as many neurons: those of the layer in which most fired, rounded up
+    to a multiple of 8 if that is at most 1% more: with another number dense products in 16 bits
+    take several times as long on a GPU. Layers are filled up with dead ones.
 
     Parameters
     ----------
@@ -219,17 +220,19 @@ def without_dead_neurons(model: Transformer, fired: np.ndarray) -> Transformer:
     TwellError
         If there is nothing to remove, or nothing else.
     """
-    neurons = int(fired.sum(axis=1).max())
-    if neurons == model.config.d_ffn:
+    alive = int(fired.sum(axis=1).max())
+    if alive == model.config.d_ffn:
         layer = int(fired.sum(axis=1).argmax())
         raise TwellError(
-            f"no neuron can be removed: all {neurons} of layer {layer} fire, and all layers have "
+            f"no neuron can be removed: all {alive} of layer {layer} fire, and all layers have "
             f"as many; leave --remove-dead out"
         )
-    if neurons == 0:
+    if alive == 0:
         raise TwellError(
             "no neuron fires for any token of the data: nothing would be left; give other --data"
         )
+    rounded = min(-(-alive // 8) * 8, model.config.d_ffn)
+    neurons = rounded if rounded - alive <= 0.01 * alive else alive
     # Those that fired first, each kind in its order; then the chosen ones in theirs.
     kept = np.sort(np.argsort(~fired, axis=1, kind="stable")[:, :neurons], axis=1)
     weights = {name: parameter.value for name, parameter in model.parameters().items()}

@@ -157,6 +157,16 @@ def test_neurons_that_a_cut_kills_are_removed_too(checkpoint: Path, tmp_path: Pa
     assert report["neurons_after"] == max(alive) < 80
 
 
+@pytest.mark.parametrize(
+    ("alive", "left"), [(799, 800), (793, 800), (794, 800), (792, 792), (399, 400), (393, 393)]
+)
+def test_a_few_dead_neurons_stay_for_a_multiple_of_eight(alive: int, left: int) -> None:
+    config = ModelConfig(256, 16, 808, 1, 2, 2, 40)
+    model = Transformer(config, np.random.default_rng(0))
+    fired = np.arange(808)[np.newaxis] < alive
+    assert without_dead_neurons(model, fired).config.d_ffn == left
+
+
 def test_the_widest_layer_decides_how_many_neurons_stay(byte_model: Transformer) -> None:
     fired = np.zeros((2, 96), np.bool_)
     fired[0, [5, 50]] = True
