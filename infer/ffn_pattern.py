@@ -12,6 +12,7 @@ token are reproduced exactly, most rows at once.
 """
 
 import zipfile
+import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ NOISE = 0.05
 OVER_RELAXATION = 1.5
 MOST_PROJECTIONS = 50
 PANEL_ROWS = 1024
+MOST_NEURONS = 2**20
 
 
 class Agreement(NamedTuple):
@@ -71,15 +73,15 @@ def load_patterns(path: str, names: tuple[str, ...] = ()) -> dict[str, csr_array
         If it has no layer of a name.
     """
     try:
+        with open(path, "rb") as opened:
+            if not zipfile.is_zipfile(opened):
+                raise ValueError("an archive as numpy.savez writes it wanted")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise TwellError(f"{path} is no file of patterns (.npz): {error}") from None
-    there = [
-        name.removesuffix("_counts")
-        for name in arrays
-        if name.endswith("_counts") and name.replace("_counts", "_columns") in arrays
-    ]
+    layers = [name.removesuffix("_counts") for name in arrays if name.endswith("_counts")]
+    there = [name for name in layers if f"{name}_columns" in arrays]
     if not there:
         raise TwellError(f"{path} holds no pattern: arrays NAME_counts and NAME_columns wanted")
     for name in names:
@@ -104,8 +106,14 @@ def _pattern(name: str, counts: np.ndarray, columns: np.ndarray) -> csr_array:
         If the arrays are none.
     """
     for array in (counts, columns):
-        if array.ndim != 1 or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
+        # A member of the archive that is no array comes as bytes.
+        if np.ndim(array) != 1 or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
             raise TwellError(f"{name}: counts and columns wanted, whole numbers of at least 0")
+        largest = int(array.max(initial=0))
+        if largest >= MOST_NEURONS:
+            raise TwellError(
+                f"{name}: {largest} given as a count or column, less than {MOST_NEURONS} wanted"
+            )
     if len(counts) == 0:
         raise TwellError(f"{name}: no token given, at least one wanted")
     starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -104,3 +104,18 @@ def test_bad_requests_are_one_line(command, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["model", "train"])
+@pytest.mark.parametrize("count", ["nan", "inf", "32"])
+def test_a_number_of_neurons_that_cannot_fire_is_refused(command, count):
+    result = run(command, *SMALL, "--nonzeros", count)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert f"--nonzeros {count} given, fewer than half of the 64 neurons wanted" in result.stderr
+
+
+def test_a_dtype_that_the_cpu_does_not_compute_in_is_one_line():
+    result = run("model", *SMALL, "--dtype", "bfloat16")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1

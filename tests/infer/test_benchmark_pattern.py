@@ -1,6 +1,7 @@
 """Layers that follow a pattern from a file: which neurons fire, and what is timed."""
 
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -198,6 +199,8 @@ def test_a_pattern_that_is_too_large_for_its_layer_is_said_to_be(tmp_path):
         (["--pattern", "PATH", "--pattern-layer", "top"], "top given, PATH has low"),
         (["--pattern", "PATH", "--hidden-width", "100"], "at least 120 wanted"),
         (["--pattern", "PATH", "--layers", "0"], "0"),
+        (["--pattern", "PATH", "--float8"], "--float8 given on the CPU, a GPU wanted"),
+        (["--skew", "nan"], "a number from 0 to 4 wanted"),
     ],
 )
 def test_what_does_not_fit_is_one_line(tmp_path, arguments, message):
@@ -219,13 +222,22 @@ def test_what_does_not_fit_is_one_line(tmp_path, arguments, message):
         ({"a_counts": [1.0], "a_columns": [0.5]}, "counts and columns"),
         ({"a_counts": [1], "a_columns": [-1]}, "counts and columns"),
         ({"a_counts": np.zeros(0, int), "a_columns": np.zeros(0, int)}, "no token given"),
-        (None, "is no file of patterns"),
+        ({"a_counts": [1], "a_columns": [2**20]}, "1048576 given as a count or column, less than"),
+        ({"a_counts": [1], "a_columns": np.array([2**63], np.uint64)}, "less than 1048576"),
+        ({"a_counts": np.array([2**63] * 2, np.uint64), "a_columns": [0]}, "less than 1048576"),
+        ({"a_counts_counts": [1], "a_columns_columns": [0]}, "holds no pattern"),
+        (np.arange(3), "is no file of patterns"),
+        ("no archive", "is no file of patterns"),
+        ("", "is no file of patterns"),
     ],
 )
 def test_files_that_are_refused(tmp_path, arrays, message):
     path = tmp_path / "p.npz"
-    if arrays is None:
-        path.write_text("no archive")
+    if isinstance(arrays, str):
+        path.write_text(arrays)
+    elif isinstance(arrays, np.ndarray):
+        with path.open("wb") as file:
+            np.save(file, arrays)
     else:
         np.savez(path, **arrays)
     with pytest.raises(TwellError) as caught:
@@ -233,6 +245,31 @@ def test_files_that_are_refused(tmp_path, arrays, message):
     assert not isinstance(caught.value, UsageError)
     assert message.replace("PATH", str(path)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_damaged_archives_are_refused(tmp_path):
+    path = tmp_path / "p.npz"
+    np.savez_compressed(path, a_counts=[200], a_columns=np.cumsum(np.arange(200) % 7 + 1))
+    content = bytearray(path.read_bytes())
+    start = content.find(b"a_columns.npy") + 40
+    for position in range(start, start + 20):
+        content[position] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(TwellError, match="is no file of patterns"):
+        load_patterns(str(path))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a_counts.npy", "no array")
+        archive.writestr("a_columns.npy", "")
+    with pytest.raises(TwellError, match="counts and columns wanted"):
+        load_patterns(str(path))
+
+
+def test_a_layer_in_which_nothing_fires_cannot_lose_its_dead_neurons(tmp_path):
+    path = save(tmp_path / "p.npz", dead=np.zeros((3, 8), bool), low=random_pattern(4))
+    arguments = ["bench", "ffn", "--pattern", path, "--remove-dead", "--device", "cpu"]
+    result = CliRunner().invoke(twell, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"no neuron of dead of {path} ever fires" in result.stderr
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

@@ -141,6 +141,24 @@ def test_gradients_may_have_16_bits(rng, machine, relative_error):
     check(problem, relative_error, 5e-3)
 
 
+def test_gradients_may_be_at_odd_addresses(rng, machine, monkeypatch, relative_error):
+    """The kernels that read and write eight of their numbers at a time are not taken then."""
+    problem = Problem(machine, rng, (5, 16, 70, 3), BFLOAT16, True)
+    problem.gradients = tuple(
+        machine.upload(np.ones(70 * 16 + 1, np.float32))[1:].reshape(70, 16) for _ in range(3)
+    )
+    assert all(gradient.pointer % 16 != 0 for gradient in problem.gradients)
+    few_rows, kernel = [], dense_tail.tail_backward
+
+    def spying(blocks, *arguments):
+        few_rows.append(arguments[-2])
+        kernel(blocks, *arguments)
+
+    monkeypatch.setattr(dense_tail, "tail_backward", spying)
+    check(problem, relative_error, 3e-3)
+    assert few_rows == [0]
+
+
 @pytest.mark.parametrize("shape", [(5, 8, 9, 0), (0, 8, 9, 0), (3, 8, 0, 0)])
 def test_nothing_is_written_without_a_tail(rng, machine, shape):
     problem = Problem(machine, rng, shape, BFLOAT16, True)

@@ -1,3 +1,5 @@
+import types
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -108,6 +110,12 @@ def check_parts(lists, neuron_starts, neurons):
 def test_lists_are_those_of_a_stable_sort(rng, machine, few_parts):
     for rows, neurons, _ in machine.shapes(SMALL, LARGE):
         check_lists(rng, machine, rows, neurons)
+
+
+def test_more_slots_than_32_bits_number_are_refused():
+    packed = types.SimpleNamespace(values=types.SimpleNamespace(size=2**31))
+    with pytest.raises(ValueError, match=r"2147483648 slots given, at most 2147483647 wanted"):
+        list_by_neuron(packed)
 
 
 def test_chunks_and_ranges_fit_in_shared_memory():

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
-from twell_numba.device.gpu import from_numpy, record_graph, tensor_map  # noqa: E402
-from twell_numba.kernels.twell import hopper_gate  # noqa: E402
+from twell_numba.device.gpu import empty, from_numpy, record_graph, tensor_map  # noqa: E402
+from twell_numba.kernels.twell import cuda, cuda_gate, hopper_gate  # noqa: E402
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 UNTOUCHED = {"values": -7, "columns": 60000, "counts": -5}
@@ -55,9 +55,18 @@ def make_problem(rng, rows, width, neurons, firing):
     return x.astype(BFLOAT16), weight.astype(BFLOAT16)
 
 
+def packed_arrays(rows, neurons, slots, stream):
+    tiles = -(-neurons // hopper_gate.TILE)
+    return (
+        empty((rows, tiles * slots), BFLOAT16, stream),
+        empty((rows, tiles * slots), np.uint16, stream),
+        empty((rows, tiles), np.int32, stream),
+    )
+
+
 def filled(gpu, rows, neurons, slots):
     """Return arrays in which it can be seen what was written, with a row to spare."""
-    arrays = hopper_gate.packed_arrays(rows + 1, neurons, slots, gpu.stream)
+    arrays = packed_arrays(rows + 1, neurons, slots, gpu.stream)
     for array, number in zip(arrays, UNTOUCHED.values(), strict=True):
         array.copy_from(from_numpy(np.full(array.shape, number, array.dtype), gpu.stream))
     return arrays
@@ -186,7 +195,7 @@ def test_sums_stay_in_registers(hopper):
 def test_nothing_to_do(hopper):
     weight = from_numpy(np.ones((300, 64), BFLOAT16), hopper.stream)
     x = from_numpy(np.ones((0, 64), BFLOAT16), hopper.stream)
-    hopper_gate.gate_pack(x, weight, *hopper_gate.packed_arrays(0, 300, 4, hopper.stream), 4)
+    hopper_gate.gate_pack(x, weight, *packed_arrays(0, 300, 4, hopper.stream), 4)
 
 
 # ------------------------------------------------------------------------------ without a GPU
@@ -219,6 +228,28 @@ def test_what_fits(changes, does):
     assert hopper_gate.fits(a_matrix(**changes), a_matrix()) is does
     if "capability" not in changes:
         assert hopper_gate.fits(a_matrix(), a_matrix(**changes)) is does
+
+
+@pytest.mark.parametrize(
+    ("changes", "module"),
+    [
+        ({}, hopper_gate),
+        ({"dtype": np.float16}, None),
+        ({"capability": (8, 0)}, cuda_gate),
+        ({"capability": (8, 9), "dtype": np.float16}, cuda_gate),
+        ({"capability": (8, 0), "dtype": np.float32}, None),
+        ({"capability": (8, 0), "shape": (10, 60)}, None),
+        ({"capability": (8, 0), "pointer": (1 << 40) + 2}, None),
+        ({"capability": (7, 5)}, None),
+        ({"capability": (10, 0)}, None),
+    ],
+    ids=str,
+)
+def test_which_kernel_packs_the_product_that_it_computes(changes, module):
+    x, weight = a_matrix(**changes), a_matrix(**changes)
+    wanted = None if module is None else module.gate_pack
+    assert cuda._fused_packing(x, (weight,), tile=256) is wanted
+    assert cuda._fused_packing(x, (weight,), tile=128) is None
 
 
 def test_no_two_accesses_of_a_warp_meet_in_a_bank():

@@ -103,6 +103,28 @@ def test_auto_takes_the_path_of_a_density_that_was_set(rng):
     assert ffn.statistics.path == "twell"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "width", "density", "path"),
+    [
+        (16384, 2048, 0.012, "twell"),
+        (16384, 2048, 0.013, "dense"),
+        (16384, 768, 0.009, "twell"),
+        (16384, 768, 0.011, "dense"),
+        (512, 16, 0.0, "dense"),  # too small to fill a GPU
+        (9, 2048, 0.0, "dense"),
+        (8, 16, 0.027, "twell"),  # kernels of their own
+        (8, 16, 0.029, "dense"),
+        (1, 16, 0.09, "twell"),
+        (1, 16, 0.1, "dense"),
+    ],
+)
+def test_auto_on_a_gpu_depends_on_the_shape(tokens, width, density, path):
+    ffn = TwoMatrixFFN("mlp", *np.zeros((2, 5632, width), np.float16))
+    assert ffn.next_path(tokens) == "dense"  # nothing is known
+    ffn.auto_state = AutoState(density)
+    assert ffn.next_path(tokens) == path
+
+
 def test_auto_measures_single_tokens_now_and_then(rng):
     ffn = make_layer(rng, True, "auto")
     paths = []

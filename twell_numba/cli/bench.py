@@ -82,6 +82,21 @@ class Nonzeros(click.FloatRange):
         return count
 
 
+class Skew(click.FloatRange):
+    """A number from 0 to 4; NaN, which no comparison catches, refused."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        skew = super().convert(value, param, ctx)
+        if math.isnan(skew):
+            self.fail(f"{value!r} given; a number from 0 to 4 wanted", param, ctx)
+        return skew
+
+
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -129,7 +144,7 @@ def layer_size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--skew",
-    type=click.FloatRange(0, 4),
+    type=Skew(),
     default=0.0,
     show_default=True,
     help="The n-th most popular neuron fires in proportion to n^-SKEW; 0: all equally often.",
@@ -225,7 +240,8 @@ def bench_ffn(
 
     if float8 and device == "cpu":
         raise UsageError(
-            "--float8 given with --device cpu, a GPU wanted: on the CPU 8-bit weights save no time"
+            "--float8 given on the CPU, a GPU wanted (--device cuda): on the CPU "
+            "8-bit weights save no time"
         )
     _keep_freed_memory(device)
     dtype = choose_dtype(device, dtype)
@@ -240,7 +256,7 @@ def bench_ffn(
     else:
         if densities or nonzeros or skew:
             raise UsageError("--pattern given with --density, --nonzeros or --skew, one wanted")
-        patterns = _load_patterns(pattern_file, pattern_layers, hidden_width)
+        patterns = _load_patterns(pattern_file, pattern_layers, hidden_width, remove_dead)
         neurons = hidden_width or next(iter(patterns.values())).shape[1]
         shape = default_shape(device, tokens, width, neurons)
         problem = problem_of(shape)
@@ -299,7 +315,7 @@ def _random_rows(
 
 
 def _load_patterns(
-    path: str, names: tuple[str, ...], hidden_width: int | None
+    path: str, names: tuple[str, ...], hidden_width: int | None, remove_dead: bool
 ) -> dict[str, "csr_array"]:
     from twell_numba.infer.ffn_pattern import load_patterns
 
@@ -310,6 +326,12 @@ def _load_patterns(
             f"--hidden-width {hidden_width} given, at least {neurons} wanted: {path} has so many "
             "neurons"
         )
+    for name, pattern in patterns.items():
+        if remove_dead and not pattern.nnz:
+            raise UsageError(
+                f"--remove-dead given, but no neuron of {name} of {path} ever fires: nothing would "
+                "be left; leave it out, or choose others with --pattern-layer"
+            )
     return patterns
 
 

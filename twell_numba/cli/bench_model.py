@@ -80,6 +80,7 @@ def bench_model(
 
     config = _resolve(preset, overrides)
     counts = _nonzeros(nonzeros, config)
+    model_dtype = dtype_of(dtype, device)
     counter = _energy_counter(device)
     keep_freed_memory()
     rows = benchmark_model(
@@ -89,11 +90,11 @@ def bench_model(
         config.context_length,
         rounds,
         seed,
-        dtype_of(dtype, device),
+        model_dtype,
         _stream(device),
         counter,
     )
-    _print(rows, config, as_json)
+    _print(rows, as_json)
 
 
 @click.command("train")
@@ -136,7 +137,7 @@ def bench_train(
         rows += benchmark_step(config, _vocabulary(config), count, rounds, stream, counter)
         if not as_json:
             note(f"measured: {count:g} nonzeros")
-    _print(rows, config, as_json)
+    _print(rows, as_json)
 
 
 def _resolve(preset: str, overrides: tuple[str, ...]) -> "TrainConfig":
@@ -148,7 +149,7 @@ def _resolve(preset: str, overrides: tuple[str, ...]) -> "TrainConfig":
 def _nonzeros(given: tuple[float, ...], config: "TrainConfig") -> list[float]:
     most = config.d_ffn / 2
     for count in given:
-        if count >= most:
+        if not count < most:  # NaN neither
             raise UsageError(
                 f"--nonzeros {count:g} given, fewer than half of the {config.d_ffn} neurons wanted"
             )
@@ -181,7 +182,7 @@ def _energy_counter(device: str) -> "EnergyCounter | None":
         return None
 
 
-def _print(rows: list[dict[str, Any]], config: "TrainConfig", as_json: bool) -> None:
+def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return

@@ -59,7 +59,8 @@ GPU_AUTO_DENSITY, GPU_AUTO_DENSITY_NARROW = 0.0125, 0.01
 NARROW = 1024  # D below which the latter holds
 GPU_AUTO_SIZE = 1e10
 # Few tokens have kernels of their own on a GPU, whatever the size. Measured there (D = 2048,
-# F = 5632, bfloat16): even at a density of 0.1 for one token, 0.07 for 4, 0.06 for 8.
+# F = 5632, bfloat16): even at a density of 0.1 for one token, 0.07 for 4, 0.06 for 8. Other dtypes
+# and widths are even earlier: hence only up to 8 tokens, and below 0.093, 0.047 and 0.028.
 GPU_FEW_TOKENS = 8
 GPU_FEW_TOKENS_DENSITY = 0.28  # divided by the tokens and two more
 

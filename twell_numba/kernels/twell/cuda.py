@@ -124,8 +124,8 @@ def gated_ffn_forward(
     tile, slots : int
         TwELL's tile width and entries a tile.
     compact_tail : bool
-        Keep rows of which a tile overflows, instead of the whole x Wg^T, for the backward pass;
-        waits for the GPU once.
+        Where x Wg^T is in memory, keep rows of which a tile overflows, instead of all of it, for
+        the backward pass; this waits for the GPU once.
 
     Returns
     -------
@@ -490,8 +490,9 @@ def _backward_tail(
 ) -> None:
     """Compute dx for rows of the tail, and add what they give to the gradients."""
     if packed.tail_source is not None:
-        if not _is_aligned(dy, *weights):
-            dy, weights = dy.copy(), (weights[0].copy(), weights[1].copy(), weights[2].copy())
+        if not _is_aligned(dy, x, *weights):
+            dy, x = dy.copy(), x.copy()
+            weights = (weights[0].copy(), weights[1].copy(), weights[2].copy())
         dense_tail.backward_of_tail(
             dy, x, weights, packed.tail_rows, packed.tail_count, packed.tail_source.state,
             l1_scale, dx, gradients, gated=packed.gated,

@@ -10,11 +10,12 @@ from twell_numba.formats import TwELLMatrix
 
 
 class TailSource(NamedTuple):
-    """What rows of the tail are computed anew from.
+    """What rows of the tail are computed anew from, as it is when they are asked for.
 
     Attributes
     ----------
     x : DeviceArray, shape (M, D)
+        Kept as long as the activations are.
     weight : DeviceArray, shape (F, D)
         That decides which neurons fire.
     state : DeviceArray of int32, shape (2,)

@@ -83,7 +83,7 @@ from twell_numba.kernels.twell.cuda_language import (
     count_bits,
     lowest_bit,
 )
-from twell_numba.kernels.twell.cuda_registers import dot_eight, fits, keep, kept
+from twell_numba.kernels.twell.cuda_registers import dot_eight, keep, kept
 from twell_numba.kernels.twell.cuda_tail import sum_of_warps
 
 MOST_TOKENS = 32
@@ -97,6 +97,8 @@ TOKENS_OF_A_WARP = 4
 CHUNKS_AHEAD = 4
 UP_CHUNKS_AHEAD = 8
 WARP_THREADS = 128
+# Aligned rows up to this have kernels compiled for their width.
+WIDEST_CONSTANT = 8192
 
 OUTPUT_THREADS = 256
 # Neurons that a thread looks at before those that fire are worked on.
@@ -219,7 +221,7 @@ def _launch_hidden(layer: tuple[DeviceArray, ...], gated: bool, is_aligned: bool
     (rows, width), neurons = x.shape, weight.shape[0]
     if rows == 0:
         return
-    constant_width = width if is_aligned and fits(width) else 0
+    constant_width = width if is_aligned and width <= WIDEST_CONSTANT else 0
     tokens = min(TOKENS_OF_A_WARP, 1 << (rows - 1).bit_length())
     by_warps = hidden_by_warps(constant_width, gated, tokens)
     blocks = by_warps.blocks_of_warps(-(-neurons // NEURONS_OF_A_WARP))

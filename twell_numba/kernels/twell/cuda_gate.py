@@ -3,9 +3,9 @@
     relu(x Wg^T), positive entries and NaN alone, in tiles of 256 neurons
 
 x (M, D), Wg (F, D), both in 16 bits and row-major, D a multiple of 8; sums are in float32 and in a
-fixed order. For compute capability 8.0 and newer: ``mma.sync``, operands copied ahead to shared
-memory by ``cp.async``, at most 99 KB of it, which is what 8.6 and 8.9 have. On Hopper GPUs
-:mod:`hopper_gate` takes its place in bfloat16.
+fixed order. For compute capability 8: ``mma.sync``, operands copied ahead to shared memory by
+``cp.async``, at most 99 KB of it, which is what 8.6 and 8.9 have. Newer GPUs can run it, but take
+:mod:`hopper_gate` (Hopper, bfloat16) or NVIDIA's library and a kernel that packs.
 
 A block of threads computes 128 rows of a tile at a time, a warp 64 x 64 numbers of it, and goes
 through tiles without a break: what the next tile begins with is copied while entries are packed.

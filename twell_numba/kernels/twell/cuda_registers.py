@@ -1,24 +1,14 @@
 """What kernels share that hold rows by eights of numbers in arrays of a thread: in its registers.
 
-Used inside kernels only, except :func:`fits`.
+Used inside kernels only.
 """
 
 from twell_numba.device.gpu.language import (
     FULL_WARP,
     cuda,
     device_function,
-    load,
-    types,
 )
 from twell_numba.kernels.cuda_vectors import eight_zeros, load_aligned, store_aligned
-from twell_numba.kernels.twell.cuda_language import warp_prefix
-
-WIDEST = 8192
-
-
-def fits(width: int) -> bool:
-    """Return whether there are kernels for rows of this width (which must be aligned, too)."""
-    return 0 < width <= WIDEST and width % 8 == 0
 
 
 @device_function
@@ -112,31 +102,3 @@ def fold(numbers, pairs, step):
         if cuda.threadIdx.x & step != 0:
             kept_here, sent = sent, kept_here
         numbers[i] = kept_here + cuda.shfl_xor_sync(FULL_WARP, sent, step)
-
-
-@device_function
-def list_row(
-    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of, length
-):  # fmt: skip
-    """List ``length`` entries of a row from ``first`` on, and count all; for a block's warp 0."""
-    lane = cuda.threadIdx.x
-    listed = types.int64(0)
-    start = types.int64(0)
-    while start < tiles:
-        t = start + lane
-        count = types.int64(0)
-        if t < tiles:
-            count = types.int64(load(counts, row * tiles + t))
-        before, total = warp_prefix(count)
-        position = listed + before - first
-        for slot in range(count):
-            if 0 <= position < length:
-                place = t * slots + slot
-                place_of[position] = place
-                column = types.int64(load(columns, row * tiles * slots + place))
-                neuron_of[position] = t * tile + column
-            position += 1
-        listed += total
-        start += 32
-    if lane == 0:
-        total_of[0] = listed

@@ -883,7 +883,7 @@ def backward_of_tail(
     dy, x, dx : DeviceArray, shape (M, D)
     l1_scale : DeviceArray of float32, shape (1,)
     gradients : three of DeviceArray, shape (F, D)
-        Of the weights, in their order; without a gate the second is not written.
+        Of the weights, in their order, at any addresses; without a gate the second is not written.
 
     The others as in :func:`forward_of_tail`.
     """
@@ -893,7 +893,9 @@ def backward_of_tail(
     workspaces = [_workspace(x, neurons, workspace_rows(rows)) for _ in range(3)]
     gate_grad, up_grad, down_grad = gradients
     pitch, pass_rows = workspaces[0].shape[::-1]
-    sizes = (neurons, width, pitch, pass_rows, FEW_ROWS, int(gated))
+    # only few rows' gradients are read and written eight numbers at a time
+    few_rows = FEW_ROWS if all(g.pointer % 16 == 0 for g in gradients) else 0
+    sizes = (neurons, width, pitch, pass_rows, few_rows, int(gated))
     tail_backward(
         _blocks(x), dy, x, *weights, tail_rows, tail_count, state, l1_scale, *workspaces, dx,
         gate_grad, up_grad, down_grad, *sizes,

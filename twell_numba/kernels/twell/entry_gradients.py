@@ -23,7 +23,7 @@ from twell_numba.device.gpu.language import (
     number,
     types,
 )
-from twell_numba.kernels.cuda_vectors import load_aligned
+from twell_numba.kernels.cuda_vectors import load_aligned, store_aligned
 from twell_numba.kernels.device_checks import arithmetic_dtype
 from twell_numba.kernels.twell import entry_transpose
 from twell_numba.kernels.twell.cuda_registers import (
@@ -31,7 +31,6 @@ from twell_numba.kernels.twell.cuda_registers import (
     add_scaled_to,
     keep_added,
     kept,
-    store_if,
 )
 from twell_numba.kernels.twell.entry_transpose import NeuronLists
 
@@ -53,7 +52,8 @@ def add_weight_gradients(
 ) -> None:
     """Add to the gradients what the entries give; nothing waits for the GPU.
 
-    For the time of the call, 12 D bytes for each of ``entry_transpose.MOST_PARTS`` are used.
+    For the time of the call, 12 D bytes for each of ``entry_transpose.MOST_PARTS`` are used (in
+    float64, 24).
 
     Parameters
     ----------
@@ -158,10 +158,10 @@ def sum_part(gated: bool) -> Kernel:
                 if part_of_neuron > 0:
                     # neurons before this one have a first part each, which has no rows there
                     index = types.int64(part - neuron - 1) * 3 * width + d
-                    store_if(mine, part_sums, index, kept(down_sums, 0))
-                    store_if(mine, part_sums, index + width, kept(pattern_sums, 0))
+                    store_aligned(part_sums, index, kept(down_sums, 0))
+                    store_aligned(part_sums, index + width, kept(pattern_sums, 0))
                     if gated:
-                        store_if(mine, part_sums, index + 2 * width, kept(up_sums, 0))
+                        store_aligned(part_sums, index + 2 * width, kept(up_sums, 0))
                 elif not is_empty:
                     index = types.int64(neuron) * width + d
                     add_kept(down_grad, index, down_sums, 0)

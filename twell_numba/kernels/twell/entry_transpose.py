@@ -20,6 +20,7 @@ F 5632, 29 entries a row of neurons alike, in us:
 | --- | --- | --- | --- | --- | --- |
 | masks of all neurons in memory, set by a thread a tile | | | | | 93 |
 | 128 chunks of all neurons in shared memory, an entry at a time | 12 | 9 | 25 | 35 | 90 |
+| as here: 64 chunks by four ranges of neurons, four entries at a time | 15 | 11 | 21 | 38 | 88 |
 """
 
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ MOST_WORDS = 8  # of 32 rows, for each neuron of a chunk
 SHARED_WORDS = 12 * 1024  # as much as a block gets without asking for more
 FEWEST_ENTRIES = 128  # of a part that is not its neuron's last; a power of two
 MOST_PARTS = 4096  # besides one for each neuron
+MOST_SLOTS = 2**31 - 1  # they are numbered in 32 bits
 
 
 def _set_shared_bit(typing_context, words, index, bit):
@@ -104,7 +106,17 @@ def list_by_neuron(packed: DeviceActivations) -> tuple[NeuronLists, DeviceArray]
     lists : NeuronLists
     entry_places : DeviceArray of int32, shape (M, tiles * slots)
         Where in the lists each entry is.
+
+    Raises
+    ------
+    ValueError
+        If there are so many slots that 32 bits do not number them.
     """
+    if packed.values.size > MOST_SLOTS:
+        raise ValueError(
+            f"activations with {packed.values.size} slots given, at most {MOST_SLOTS} wanted by "
+            "the backward pass: fewer rows or fewer slots a tile"
+        )
     (rows, neurons), stream = packed.shape, packed.values.stream
     words, width = words_of_chunk(rows), range_of_block(rows, neurons)
     chunks, ranges = -(-rows // (32 * words)), -(-neurons // max(1, width))

@@ -70,7 +70,8 @@ from twell_numba.kernels.checks import require_shape
 from twell_numba.kernels.device_ffn_checks import forward_arrays
 from twell_numba.kernels.twell import cuda as twell
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
-from twell_numba.kernels.twell.cuda_registers import fold, kept, list_row, load_if, store_if
+from twell_numba.kernels.twell.cuda_language import warp_prefix
+from twell_numba.kernels.twell.cuda_registers import fold, kept, load_if, store_if
 from twell_numba.kernels.twell.float8_language import (
     DIVISOR,
     INSTRUCTION_CAPABILITY,
@@ -126,6 +127,34 @@ def warp_largest(value):
     value = max(value, cuda.shfl_xor_sync(FULL_WARP, value, 4))
     value = max(value, cuda.shfl_xor_sync(FULL_WARP, value, 2))
     return max(value, cuda.shfl_xor_sync(FULL_WARP, value, 1))
+
+
+@device_function
+def list_row(
+    columns, counts, row, first, tile, tiles, slots, place_of, neuron_of, total_of, length
+):  # fmt: skip
+    """List ``length`` entries of a row from ``first`` on, and count all; for a block's warp 0."""
+    lane = cuda.threadIdx.x
+    listed = types.int64(0)
+    start = types.int64(0)
+    while start < tiles:
+        t = start + lane
+        count = types.int64(0)
+        if t < tiles:
+            count = types.int64(load(counts, row * tiles + t))
+        before, total = warp_prefix(count)
+        position = listed + before - first
+        for slot in range(count):
+            if 0 <= position < length:
+                place = t * slots + slot
+                place_of[position] = place
+                column = types.int64(load(columns, row * tiles * slots + place))
+                neuron_of[position] = t * tile + column
+            position += 1
+        listed += total
+        start += 32
+    if lane == 0:
+        total_of[0] = listed
 
 
 @functools.cache

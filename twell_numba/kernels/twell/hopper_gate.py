@@ -55,10 +55,9 @@ By entries a row, in another run and with integers of 32 bits (at 911 all tiles 
         entries are not written                ratio  0.98    1.01    1.04    1.12
 """
 
-import ml_dtypes
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, Stream, empty, kernel, tensor_map
+from twell_numba.device.gpu import DeviceArray, empty, kernel, tensor_map
 from twell_numba.device.gpu.hopper import (
     COLUMNS,
     INNER,
@@ -316,18 +315,6 @@ def fits(x: DeviceArray, gate_weight: DeviceArray) -> bool:
     """Return whether :func:`gate_pack` can take these: on Hopper, bfloat16, aligned rows."""
     is_hopper = x.gpu.capability == (9, 0)
     return is_hopper and tensor_map.fits(x) and tensor_map.fits(gate_weight)
-
-
-def packed_arrays(
-    rows: int, neurons: int, slots: int, stream: Stream
-) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-    """Return ``values``, ``columns`` and ``counts`` for :func:`gate_pack` to fill."""
-    tiles = -(-neurons // TILE)
-    return (
-        empty((rows, tiles * slots), ml_dtypes.bfloat16, stream),
-        empty((rows, tiles * slots), np.uint16, stream),
-        empty((rows, tiles), np.int32, stream),
-    )
 
 
 def gate_pack(

@@ -89,9 +89,9 @@ COLUMNS = 256
 # multiprocessor should have room for, of strips up to so many columns.
 WIDEST_DOTS = 2048
 DOTS = {256: (8, 32), 512: (4, 24), 1024: (2, 20), 2048: (2, 16)}
-# The same of sums: the strip, entries, warps.
-SUMS = (512, 4, 28)
-SUMS_OF_TWO = (256, 4, 32)
+# The same of sums, which take four entries at a time: the strip, warps.
+SUMS = (512, 28)
+SUMS_OF_TWO = (256, 32)
 WARPS = 2  # of a block
 # So few rows are cut into narrow strips, so that many warps share them.
 FEW_ROWS = 64
@@ -271,7 +271,7 @@ class RowLists:
 
     def _sum(
         self,
-        options: tuple[int, int, int],
+        options: tuple[int, int],
         two: bool,
         first: DeviceArray,
         second: DeviceArray,
@@ -279,10 +279,10 @@ class RowLists:
         more_factors: DeviceArray,
         y: DeviceArray,
     ) -> None:
-        strip, unroll, room = options
+        strip, room = options
         strip = strip_of(self.width, NARROW if self.rows <= FEW_ROWS else strip)
         strips = -(-self.width // strip)
-        sum_rows(strip, unroll, room, two, self.width % strip == 0)(
+        sum_rows(strip, room, two, self.width % strip == 0)(
             strips * -(-self.rows // WARPS), first, second, self.row_counts, self.neurons, factors,
             more_factors, y, self.rows, self.width, self.row_slots,
         )  # fmt: skip
@@ -652,14 +652,14 @@ def finish_backward(
 
 
 @functools.cache
-def sum_rows(strip: int, unroll: int, room: int, two: bool, whole: bool) -> Kernel:
+def sum_rows(strip: int, room: int, two: bool, whole: bool) -> Kernel:
     """Return the kernel that adds up neurons' rows times their factors, on a strip of D.
 
     ``sum_rows(...)(strips * row_blocks, first_weight, second_weight, row_counts, neurons,
     first_factors, second_factors, y, rows, width, row_slots)``; the second matrix is read if
     ``two``.
     """
-    groups, own_columns, _ = options_of(strip, unroll)
+    groups, own_columns, _ = options_of(strip, 4)
     lists = 32 * WARPS
 
     @kernel(threads=32 * WARPS, blocks_per_multiprocessor=room // WARPS)
@@ -691,27 +691,17 @@ def sum_rows(strip: int, unroll: int, room: int, two: bool, whole: bool) -> Kern
                     second_of[listed + lane] = load(second_factors, entry)
                 cuda.syncwarp()  # the list is there
                 i = types.int32(0)
-                while i + unroll <= n:
+                while i + 4 <= n:
                     add_four_rows(
                         sums, groups, first_weight, neuron_of, first_of, listed + i, width, d,
                         whole,
                     )  # fmt: skip
-                    if unroll > 4:
-                        add_four_rows(
-                            sums, groups, first_weight, neuron_of, first_of, listed + i + 4, width,
-                            d, whole,
-                        )  # fmt: skip
                     if two:
                         add_four_rows(
                             sums, groups, second_weight, neuron_of, second_of, listed + i, width, d,
                             whole,
                         )  # fmt: skip
-                        if unroll > 4:
-                            add_four_rows(
-                                sums, groups, second_weight, neuron_of, second_of, listed + i + 4,
-                                width, d, whole,
-                            )  # fmt: skip
-                    i = types.int32(i + unroll)
+                    i = types.int32(i + 4)
                 while i < n:
                     add_up_to_four_rows(
                         sums, groups, first_weight, neuron_of, first_of, listed + i, n - i, width,
