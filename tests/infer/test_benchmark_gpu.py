@@ -217,7 +217,7 @@ def test_sizes_and_densities_of_each_machine():
         (["ffn", "--hidden-width", "10", "--nonzeros", "10"], "fewer than the 10 neurons wanted"),
         (["ffn", "--nonzeros", "0"], "0"),
         (["ffn", "--nonzeros", "nan"], "nan"),
-        (["ffn", "--float8"], "--float8 given with --device cpu, a GPU wanted"),
+        (["ffn", "--float8"], "--float8 given on the CPU, a GPU wanted"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):
