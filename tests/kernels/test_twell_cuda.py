@@ -291,6 +291,25 @@ def test_nan_reaches_the_result(rng, machine, slots):
     assert all(np.isnan(gradient.to_numpy()).any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("slots", [63, 4], ids=["no_tail", "tail"])
+@pytest.mark.parametrize("packs_itself", [False, True], ids=["product_in_memory", "packs_itself"])
+def test_nan_stays_in_its_row_of_aligned_arrays(rng, machine, monkeypatch, slots, packs_itself):
+    """In strips, and in a tail read from the product or computed anew."""
+    dtype = BFLOAT16[0] if packs_itself else np.dtype(np.float32)
+    if packs_itself and not machine.is_real:
+        monkeypatch.setattr(machine.gpu, "capability", (8, 0))
+    stored, _ = make_problem(rng, 4, 16, 40, 12, dtype)
+    stored[0][1, 2] = np.nan
+    x, *weights = map(machine.upload, stored)
+    y, packed = cuda.gated_ffn_forward(x, *weights, 256, slots)
+    assert np.isnan(y.to_numpy().astype(float)).all(axis=1).tolist() == [False, True, False, False]
+    dy = machine.upload(rng.standard_normal((4, 16)).astype(dtype))
+    gradients = [machine.upload(np.zeros((40, 16), np.float32)) for _ in range(3)]
+    dx = cuda.gated_ffn_backward(dy, x, *weights, packed, 0.0, *gradients)
+    assert np.isnan(dx.to_numpy().astype(float)).any(axis=1).tolist() == [False, True, False, False]
+    assert all(np.isnan(gradient.to_numpy()).any() for gradient in gradients)
+
+
 def test_padding_is_not_read(rng, machine):
     stored, _ = make_problem(rng, 4, 5, 12, 4, np.float32)
     x, *weights = map(machine.upload, stored)

@@ -91,3 +91,11 @@ def _require_floats(name: str, array: Any) -> None:
     if array.dtype not in FLOAT_DTYPES:
         names = ", ".join(dtype.name for dtype in FLOAT_DTYPES)
         raise TypeError(f"{name} of dtype {array.dtype} given, one of {names} wanted")
+
+
+def rows_are_aligned(*arrays: DeviceArray) -> int:
+    """Return 1 if all rows can be read and written eight numbers at a time, otherwise 0.
+
+    They can if each begins at a multiple of 16 bytes and has a multiple of eight numbers.
+    """
+    return int(all(a.shape[-1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))

@@ -30,6 +30,7 @@ from twell_numba.kernels.cuda_vectors import (
     load_eight,
     store_eight,
 )
+from twell_numba.kernels.device_checks import rows_are_aligned
 from twell_numba.kernels.device_products import (
     ProductResult,
     common_dtype,
@@ -254,7 +255,7 @@ def _multiply(A: BlockELLMatrix, X: DeviceArray, out: DeviceArray) -> None:
         _rows_narrow(blocks, *arguments, A.block_size, A.blocks_per_row)
     else:
         blocks = _rows_wide.blocks_of_warps(_items(rows, columns, A.block_size))
-        _rows_wide(blocks, *arguments, A.block_size, A.blocks_per_row, _is_aligned(X, out))
+        _rows_wide(blocks, *arguments, A.block_size, A.blocks_per_row, rows_are_aligned(X, out))
 
 
 def _multiply_transposed(A: BlockELLMatrix, X: DeviceArray, out: DeviceArray) -> None:
@@ -268,7 +269,7 @@ def _multiply_transposed(A: BlockELLMatrix, X: DeviceArray, out: DeviceArray) ->
         _columns_narrow(blocks, *arguments, A.block_size, slots)
     else:
         blocks = _columns_wide.blocks_of_warps(_items(rows, columns, A.block_size))
-        _columns_wide(blocks, *arguments, A.block_size, slots, _is_aligned(X, out))
+        _columns_wide(blocks, *arguments, A.block_size, slots, rows_are_aligned(X, out))
 
 
 _PRODUCTS = layers.Products(
@@ -298,11 +299,6 @@ def _sample_into(
 def _items(rows: int, columns: int, b: int) -> int:
     """Return how many parts of a result warps compute: ``ROWS`` rows and 256 columns each."""
     return -(-rows // b) * -(-b // ROWS) * -(-columns // 256)
-
-
-def _is_aligned(*arrays: DeviceArray) -> int:
-    """Return whether all rows can be read and written eight numbers at a time."""
-    return int(all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
 
 
 # Rows, or columns, of a block that a warp computes together, of what it reads of X once.

@@ -46,6 +46,7 @@ from twell_numba.kernels.device_checks import (
     float_array,
     float_arrays,
     index_array,
+    rows_are_aligned,
 )
 from twell_numba.kernels.twell.cuda_language import ballot, bits_below, block_prefix, count_bits
 
@@ -83,7 +84,7 @@ def embedding(tokens: DeviceArray | np.ndarray, table: DeviceArray) -> DeviceArr
     tokens = index_array("tokens", tokens, "M", 0, vocabulary, table.stream)
     rows = tokens.shape[0]
     x = empty((rows, width), table.dtype, table.stream)
-    blocks, is_aligned = _take.blocks_of_warps(rows), _is_aligned(table, x)
+    blocks, is_aligned = _take.blocks_of_warps(rows), rows_are_aligned(table, x)
     _take(blocks, table, tokens, x, rows, vocabulary, width, is_aligned)
     return x
 
@@ -121,16 +122,11 @@ def embedding_backward(
     chunks = -(-rows // CHUNK)
     groups = -(-width // 256)
     partial = empty((chunks, 2, width), sums, dx.stream)
-    is_aligned = _is_aligned(dx, dtable)
+    is_aligned = rows_are_aligned(dx, dtable)
     blocks = _add_runs.blocks_of_warps(chunks * groups)
     sizes = (rows, vocabulary, width, is_aligned)
     _add_runs(blocks, dx, keys, entries, dtable, partial, *sizes)
     _add_long_runs(blocks, keys, partial, dtable, *sizes)
-
-
-def _is_aligned(*arrays: DeviceArray) -> int:
-    """Return whether all rows can be read and written eight numbers at a time."""
-    return int(all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
 
 
 @kernel()

@@ -50,7 +50,12 @@ from twell_numba.kernels.cuda_vectors import (
     round_like,
     store_eight,
 )
-from twell_numba.kernels.device_checks import arithmetic_dtype, float_array, float_arrays
+from twell_numba.kernels.device_checks import (
+    arithmetic_dtype,
+    float_array,
+    float_arrays,
+    rows_are_aligned,
+)
 
 # Forward, so many rows and more are a warp's each.
 MANY_ROWS = 2048
@@ -171,7 +176,7 @@ def rms_norm_backward(
     partial = empty((chunks, width), sums, x.stream)
     own = x if residual is None else residual  # a pointer is wanted in any case
     arguments = (dy, x, weight, inverse_rms, own, int(residual is not None), dx)
-    is_aligned = _is_aligned(dy, x, weight, own, dx)
+    is_aligned = rows_are_aligned(dy, x, weight, own, dx)
     if _fits_registers(_backward_in_registers, width, is_aligned):
         _backward_in_registers(chunks, *arguments, partial, rows, width, chunk_rows)
     else:
@@ -196,17 +201,12 @@ def _normalized(
     inverse_rms = empty(rows, arithmetic_dtype(x.dtype), x.stream)
     eps = arithmetic_dtype(x.dtype).type(eps)
     arguments = (x, other, int(addend is not None), weight, eps, total, y, inverse_rms, rows, width)
-    is_aligned = _is_aligned(x, other, weight, total, y)
+    is_aligned = rows_are_aligned(x, other, weight, total, y)
     if rows < MANY_ROWS and _fits_registers(_forward_in_registers, width, is_aligned):
         _forward_in_registers(rows, *arguments)
     else:
         _forward(_forward.blocks_of_warps(rows), *arguments, is_aligned)
     return total, y, inverse_rms
-
-
-def _is_aligned(*arrays: DeviceArray) -> int:
-    """Return whether all rows can be read and written eight numbers at a time."""
-    return int(all(a.shape[-1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
 
 
 def _fits_registers(row_kernel: Any, width: int, is_aligned: int) -> bool:

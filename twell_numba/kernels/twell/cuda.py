@@ -34,7 +34,7 @@ from twell_numba.kernels.checks import require_shape
 from twell_numba.kernels.cuda_scalars import scalar_on_gpu
 from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
-from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays
+from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays, rows_are_aligned
 from twell_numba.kernels.device_ffn_checks import backward_arrays, forward_arrays
 from twell_numba.kernels.twell import cuda_gate, dense_tail, hopper_gate, strip_rows
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations, TailSource
@@ -97,7 +97,7 @@ def relu_pack(
     ValueError
         If it has another number of dimensions, or ``tile`` or ``slots`` is out of range.
     """
-    _require_tile(tile, slots)
+    require_tile(tile, slots)
     float_arrays(gate=gate)
     require_shape("gate", gate, ("M", "F"))  # type: ignore[arg-type]
     return _pack_gate(gate, tile, slots, gated=False, compact_tail=compact_tail)
@@ -141,13 +141,13 @@ def gated_ffn_forward(
         If shapes do not fit together, arrays are on different GPUs, or ``tile`` or ``slots`` is out
         of range.
     """
-    _require_tile(tile, slots)
+    require_tile(tile, slots)
     forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     if _is_decoding(x, tile, slots, compact_tail):
         return decode_forward(x, gate_weight, up_weight, down_weight)
     weights = (gate_weight, up_weight, down_weight)
-    activations = _pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
-    return _forward(x, up_weight, down_weight, activations), activations
+    activations = pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
+    return forward_packed(x, up_weight, down_weight, activations), activations
 
 
 def gated_ffn_backward(
@@ -210,13 +210,13 @@ def ffn_forward(
     Parameters, returns and errors as :func:`gated_ffn_forward`, without the gate; the activations'
     ``values`` are h.
     """
-    _require_tile(tile, slots)
+    require_tile(tile, slots)
     forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
     if _is_decoding(x, tile, slots, compact_tail):
         return decode_forward(x, None, up_weight, down_weight)
     weights = (up_weight, down_weight)
-    activations = _pack_product(x, weights, tile, slots, gated=False, compact_tail=compact_tail)
-    return _forward(x, up_weight, down_weight, activations), activations
+    activations = pack_product(x, weights, tile, slots, gated=False, compact_tail=compact_tail)
+    return forward_packed(x, up_weight, down_weight, activations), activations
 
 
 def ffn_backward(
@@ -276,7 +276,7 @@ def activation_statistics_on_gpu(
 # ---- Checks
 
 
-def _require_tile(tile: int, slots: int) -> None:
+def require_tile(tile: int, slots: int) -> None:
     if not 1 <= tile <= 65536:
         raise ValueError(
             f"tile={tile} given, 1 to 65536 wanted: columns in a tile are 16 bits wide"
@@ -301,7 +301,7 @@ def _is_decoding(x: DeviceArray, tile: int, slots: int, compact_tail: bool) -> b
     return x.shape[0] <= MOST_TOKENS and (tile, slots, compact_tail) == (TILE, SLOTS, False)
 
 
-def _pack_product(
+def pack_product(
     x: DeviceArray,
     weights: tuple[DeviceArray, ...],
     tile: int,
@@ -330,7 +330,7 @@ def _fused_packing(
 ) -> Callable[..., None] | None:
     """Return the kernel that packs the product it computes; None where there is none."""
     is_16_bits = x.dtype.itemsize == 2 and x.gpu.capability >= TENSOR_CORES
-    if not is_16_bits or tile != hopper_gate.TILE or not _is_aligned(x, *weights):
+    if not is_16_bits or tile != hopper_gate.TILE or not rows_are_aligned(x, *weights):
         return None
     if hopper_gate.fits(x, weights[0]):
         return hopper_gate.gate_pack
@@ -345,7 +345,7 @@ def _pack_gate(
     packed, overflows = _activations(gate.shape, gate, tile, slots, gated=gated)
     packed.tail_values = gate
     arrays = (packed.values, packed.columns, packed.counts)
-    if tile == TILE_OF_A_WARP and _is_aligned(gate):
+    if tile == TILE_OF_A_WARP and rows_are_aligned(gate):
         blocks = pack_rows.blocks_of_warps(rows)
         pack_rows(blocks, gate, *arrays, overflows, rows, neurons, packed.tiles, slots)
     else:
@@ -416,18 +416,13 @@ def _tail_blocks(packed: DeviceActivations, items: int) -> int:
     return min(items, TAIL_BLOCKS * packed.values.gpu.multiprocessors)
 
 
-def _is_aligned(*arrays: DeviceArray) -> int:
-    """Return whether all rows can be read and written eight numbers at a time."""
-    return int(all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in arrays))
-
-
-def _forward(
+def forward_packed(
     x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray, packed: DeviceActivations
 ) -> DeviceArray:
     rows, width = x.shape
     y = empty(x.shape, x.dtype, x.stream)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
-    is_aligned = _is_aligned(x, up_weight, down_weight)
+    is_aligned = rows_are_aligned(x, up_weight, down_weight)
     if is_aligned and width:
         strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
     else:
@@ -436,11 +431,11 @@ def _forward(
             packed.columns, packed.counts, packed.up_values, y, *statistics, rows, width,
             packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned,
         )  # fmt: skip
-    _forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
+    forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
 
 
-def _forward_tail(
+def forward_tail(
     x: DeviceArray,
     up_weight: DeviceArray,
     down_weight: DeviceArray,
@@ -490,7 +485,7 @@ def _backward_tail(
 ) -> None:
     """Compute dx for rows of the tail, and add what they give to the gradients."""
     if packed.tail_source is not None:
-        if not _is_aligned(dy, x, *weights):
+        if not rows_are_aligned(dy, x, *weights):
             dy, x = dy.copy(), x.copy()
             weights = (weights[0].copy(), weights[1].copy(), weights[2].copy())
         dense_tail.backward_of_tail(
@@ -523,7 +518,7 @@ def _backward(
 ) -> DeviceArray:
     """Return dx; without a gate, Wu and its gradient stand in for the gate's."""
     scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
-    is_aligned = _is_aligned(dy, x, *weights, *gradients)
+    is_aligned = rows_are_aligned(dy, x, *weights, *gradients)
     dx = empty(x.shape, x.dtype, x.stream)
     if is_aligned and x.shape[1]:
         strip_rows.backward_entries(dy, x, weights, packed, scale, gradients, dx)

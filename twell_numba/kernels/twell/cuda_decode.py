@@ -62,7 +62,7 @@ from twell_numba.kernels.cuda_vectors import (
     round_like,
     store_eight,
 )
-from twell_numba.kernels.device_checks import arithmetic_dtype
+from twell_numba.kernels.device_checks import arithmetic_dtype, rows_are_aligned
 from twell_numba.kernels.device_ffn_checks import forward_arrays
 from twell_numba.kernels.twell.aligned_decode import (
     WIDEST_TOKEN,
@@ -173,7 +173,7 @@ def decode_forward(
         packed.tail_count,
     )  # fmt: skip
     blocks = rows * (-(-width // 256) + 1)
-    is_aligned = all(a.shape[1] % 8 == 0 and a.pointer % 16 == 0 for a in layer[:4])
+    is_aligned = bool(rows_are_aligned(*layer[:4]))
     if _is_for_aligned_kernels(x, neurons, is_aligned):
         _launch_aligned_hidden(layer, gated)
         outputs_kernel = outputs_of_tokens()

@@ -5,7 +5,7 @@
 for the entries i of a row of x, of neurons j_i: of rows that cannot be read eight numbers at a time
 (otherwise :mod:`strip_rows` is faster). A warp takes a row of x, and reads a row of the weights
 after the other: bound by their latency. On an H200, M = 2048, D = 128, F = 512, bfloat16, 50
-entries a row, a pass takes 0.116 ms, with rows in registers 0.064.
+entries a row, a pass takes 0.116 ms, by strips 0.036.
 """
 
 from twell_numba.device.gpu import kernel

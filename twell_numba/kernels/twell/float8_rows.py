@@ -67,6 +67,7 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.device_checks import rows_are_aligned
 from twell_numba.kernels.device_ffn_checks import forward_arrays
 from twell_numba.kernels.twell import cuda as twell
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
@@ -346,19 +347,19 @@ def gated_ffn_forward(
     gate_weight: DeviceArray,
     up_weight: Float8Weights,
     down_weight: Float8Weights,
-    tile: int = 256,
-    slots: int = 64,
+    tile: int = twell.TILE,
+    slots: int = twell.SLOTS,
 ) -> tuple[DeviceArray, DeviceActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd with 8-bit Wu and Wd.
 
     Which neurons fire is what it is in :func:`twell_numba.kernels.twell.cuda.gated_ffn_forward`,
     as are parameters, returns and errors. There is no backward pass.
     """
-    twell._require_tile(tile, slots)
+    twell.require_tile(tile, slots)
     forward_arrays(x=x, gate_weight=gate_weight)
     for name, weight in (("up_weight", up_weight), ("down_weight", down_weight)):
         _require_float8(name, weight, gate_weight)
-    packed = twell._pack_product(x, (gate_weight,), tile, slots, gated=True, compact_tail=False)
+    packed = twell.pack_product(x, (gate_weight,), tile, slots, gated=True, compact_tail=False)
     return _forward(x, up_weight, down_weight, packed), packed
 
 
@@ -366,14 +367,14 @@ def ffn_forward(
     x: DeviceArray,
     up_weight: DeviceArray,
     down_weight: Float8Weights,
-    tile: int = 256,
-    slots: int = 64,
+    tile: int = twell.TILE,
+    slots: int = twell.SLOTS,
 ) -> tuple[DeviceArray, DeviceActivations]:
     """Compute y = relu(x Wu^T) Wd with an 8-bit Wd; otherwise as :func:`gated_ffn_forward`."""
-    twell._require_tile(tile, slots)
+    twell.require_tile(tile, slots)
     forward_arrays(x=x, up_weight=up_weight)
     _require_float8("down_weight", down_weight, up_weight)
-    packed = twell._pack_product(x, (up_weight,), tile, slots, gated=False, compact_tail=False)
+    packed = twell.pack_product(x, (up_weight,), tile, slots, gated=False, compact_tail=False)
     return _forward(x, down_weight, down_weight, packed), packed
 
 
@@ -396,9 +397,9 @@ def _forward(
 ) -> DeviceArray:
     """Return y for packed activations; without a gate, nothing is read of up."""
     rows, width = x.shape
-    is_aligned = twell._is_aligned(x) and all(w.numbers.pointer % 16 == 0 for w in (up, down))
+    is_aligned = rows_are_aligned(x) and all(w.numbers.pointer % 16 == 0 for w in (up, down))
     if not (is_aligned and fits(width)) or x.dtype == np.float64:
-        return twell._forward(x, to_dense(up, x.dtype), to_dense(down, x.dtype), packed)
+        return twell.forward_packed(x, to_dense(up, x.dtype), to_dense(down, x.dtype), packed)
     y = empty(x.shape, x.dtype, x.stream)
     by_instruction = x.gpu.capability >= INSTRUCTION_CAPABILITY
     forward_row(width, packed.gated, by_instruction)(
@@ -407,7 +408,7 @@ def _forward(
         packed.fired, packed.tile, packed.tiles, packed.slots,
     )  # fmt: skip
     tail_up, tail_down = (_expanded(weights, x.dtype, packed.tail_count) for weights in (up, down))
-    twell._forward_tail(x, tail_up, tail_down, packed, y, 1)
+    twell.forward_tail(x, tail_up, tail_down, packed, y, 1)
     return y
 
 
