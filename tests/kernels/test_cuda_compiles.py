@@ -54,6 +54,10 @@ def signatures(dtype):
             ),
             "_clip": ("float64*", "float64*", "float64", "float32*"),
         },
+        "bias": {
+            "_add_to_rows": (array, array, *[size] * 3),
+            "_sum_chunks": (array, wide_array, *[size] * 4),
+        },
         "block_ell": {
             "_rows_wide": (array, "int32*", wide_array, wide_array, *[size] * 6),
             "_rows_narrow": (array, index, array, array, *[size] * 5),
@@ -94,6 +98,7 @@ def signatures(dtype):
             "_add": (array, wide_array, size),
             "_or": ("bool*", "bool*", size),
             "_add_time": ("float64*",),
+            "_add_column_sums": (wide_array, wide_array, size, size),
         },
         "csr": {
             "_gather_wide": (array, "int32*", "int64*", array, array, size, size, size),
@@ -151,7 +156,6 @@ def signatures(dtype):
             "_backward": (*norm_backward, *[size] * 3),
             "_backward_in_registers": (*norm_backward, wide_array, *[size] * 3),
             "_sum_chunks": (array, array, wide_array, wide_array, size, size, size),
-            "_add_chunks": (wide_array, wide_array, size, size),
         },
         "rotary": {
             name: (array, wide_array, wide_array, wide, array, *[size] * 4)

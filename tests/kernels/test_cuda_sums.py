@@ -42,3 +42,13 @@ def test_adds_the_time_in_nanoseconds(machine):
     assert 0 < first <= second < first + 60e9
     cuda_sums.add_time(totals[0])
     assert float(totals[0].to_numpy()[0]) >= first + second
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_adds_the_sums_of_columns(rng, machine, dtype):
+    for rows, width in machine.shapes([(0, 3), (1, 1), (5, 33), (140, 40)], [(129, 65537)]):
+        # halves: no sum of them is rounded
+        partial = (rng.integers(-99, 99, (rows, width)) / 2).astype(dtype)
+        on_gpu = machine.upload(np.ones(width, np.float32))
+        cuda_sums.add_column_sums(machine.upload(partial), on_gpu)
+        np.testing.assert_array_equal(on_gpu.to_numpy(), 1 + partial.sum(axis=0))

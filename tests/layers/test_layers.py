@@ -48,6 +48,32 @@ def test_linear_gradient(rng, gradient_check):
     check_layer(gradient_check, rng, layer, layer, [rng.standard_normal((5, 3))])
 
 
+def test_linear_with_a_bias(rng, gradient_check):
+    weight, bias = rng.standard_normal((4, 3)), rng.standard_normal(4)
+    layer = Linear("proj.weight", weight, bias)
+    x = rng.standard_normal((5, 3))
+    np.testing.assert_allclose(layer(x)[0], x @ weight.T + bias)
+    assert [(p.name, p.decay) for p in layer.parameters()] == [
+        ("proj.weight", True),
+        ("proj.bias", False),
+    ]
+    check_layer(gradient_check, rng, layer, layer, [x])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_linear_with_a_bias_takes_any_number_of_tokens(rows):
+    layer = Linear("proj.weight", np.ones((4, 3), np.float32), np.ones(4, np.float32))
+    y, backprop = layer(np.ones((rows, 3), np.float32))
+    np.testing.assert_array_equal(y, np.full((rows, 4), 4))
+    assert backprop(y).shape == (rows, 3)
+    np.testing.assert_array_equal(layer.bias.grad, np.full(4, 4 * rows))
+
+
+def test_a_bias_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"proj.bias of shape \(3,\) given, \(4,\) wanted"):
+        Linear("proj.weight", np.ones((4, 3)), np.ones(3))
+
+
 @pytest.mark.parametrize("is_added", [False, True])
 def test_rms_norm_gradient(rng, gradient_check, is_added):
     layer = RMSNorm("norm.weight", 5, dtype=np.float64)

@@ -28,6 +28,7 @@ from twell_numba.kernels.twell.float8_weights import Float8Weights
 from twell_numba.layers.parameter import Float8Parameter, Operand, Parameter, make_parameter
 
 PATHS = ("auto", "dense", "twell", "csr", "block_ell")
+ACTIVATIONS = ("relu",)
 
 # How weights may be held, and which paths then compute with them.
 PATHS_OF_FORMAT = {
@@ -187,8 +188,13 @@ class FeedForward:
     weight_names: ClassVar[tuple[str, ...]]
     """The attributes that hold the weights, in the order the kernels take them."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, activation: str = "relu") -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"FFN activation {activation!r} given, one of {', '.join(ACTIVATIONS)} wanted"
+            )
         _require_alike(self.parameters())
+        self.activation = activation
         self.path = path
         self._last: _LastCall | None = None
         self._statistics: ActivationStatistics | None = None
@@ -434,12 +440,18 @@ class GatedFFN(FeedForward):
     weight_names = ("gate", "up", "down")
 
     def __init__(
-        self, prefix: str, gate: Operand, up: Operand, down: Operand, path: str = "auto"
+        self,
+        prefix: str,
+        gate: Operand,
+        up: Operand,
+        down: Operand,
+        path: str = "auto",
+        activation: str = "relu",
     ) -> None:
         self.gate = make_parameter(f"{prefix}.gate_proj.weight", gate)
         self.up = make_parameter(f"{prefix}.up_proj.weight", up)
         self.down = make_parameter(f"{prefix}.down_proj.weight", down)
-        super().__init__(path)
+        super().__init__(path, activation)
 
 
 class TwoMatrixFFN(FeedForward):
@@ -457,10 +469,17 @@ class TwoMatrixFFN(FeedForward):
     operation = "ffn"
     weight_names = ("up", "down")
 
-    def __init__(self, prefix: str, up: Operand, down: Operand, path: str = "auto") -> None:
+    def __init__(
+        self,
+        prefix: str,
+        up: Operand,
+        down: Operand,
+        path: str = "auto",
+        activation: str = "relu",
+    ) -> None:
         self.up = make_parameter(f"{prefix}.up_proj.weight", up)
         self.down = make_parameter(f"{prefix}.down_proj.weight", down)
-        super().__init__(path)
+        super().__init__(path, activation)
 
 
 def fastest_format(weights: list[Operand], block_size: int = DEFAULT_BLOCK_SIZE) -> str:

@@ -43,6 +43,7 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.kernels.checks import require_shape
+from twell_numba.kernels.cuda_sums import add_column_sums
 from twell_numba.kernels.cuda_vectors import (
     add_scaled,
     eight_zeros,
@@ -63,8 +64,6 @@ MANY_ROWS = 2048
 # small beside x. At most so many chunks, which all fit on an H200 at once.
 FEWEST_ROWS = 8
 MOST_CHUNKS = 512
-# Of the blocks that sum over chunks: 32 columns each, and so many chunks at once.
-SUM_THREADS = 1024
 
 
 def rms_norm(x: DeviceArray, weight: DeviceArray, eps: float) -> tuple[DeviceArray, DeviceArray]:
@@ -183,7 +182,7 @@ def rms_norm_backward(
         _backward(_backward.blocks_of_warps(rows), *arguments, rows, width, is_aligned)
         blocks = _sum_chunks.blocks(chunks * width)
         _sum_chunks(blocks, dy, x, inverse_rms, partial, rows, width, chunk_rows)
-    _add_chunks(-(-width // 32), partial, weight_grad, chunks, width)
+    add_column_sums(partial, weight_grad)
     return dx
 
 
@@ -413,30 +412,3 @@ def _sum_chunks(dy, x, inverse_rms, partial, rows, width, chunk_rows):
             row += 1
         store(partial, item, total)
         item += grid_threads()
-
-
-@kernel(threads=SUM_THREADS)
-def _add_chunks(partial, weight_grad, chunks, width):
-    """A block takes 32 columns; a warp of it every so many chunks, four at once."""
-    sums = cuda.shared.array(SUM_THREADS, arithmetic_type(partial))
-    lane = types.int64(cuda.threadIdx.x % 32)
-    warp = types.int64(cuda.threadIdx.x // 32)
-    warps = types.int64(cuda.blockDim.x // 32)
-    column = cuda.blockIdx.x * types.int64(32) + lane
-    total = number(partial, 0)
-    if column < width:
-        chunk = warp
-        while chunk < chunks:
-            part = load(partial, chunk * width + column)
-            for ahead in range(1, 4):
-                later = chunk + ahead * warps
-                if later < chunks:
-                    part += load(partial, later * width + column)
-            total += part
-            chunk += 4 * warps
-    sums[cuda.threadIdx.x] = total
-    cuda.syncthreads()
-    if warp == 0 and column < width:
-        for other in range(1, warps):
-            total += sums[other * 32 + lane]
-        store(weight_grad, column, load(weight_grad, column) + total)
