@@ -1,4 +1,4 @@
-"""Text to token ids and back, in bytes: every text can be encoded, whatever its alphabet.
+"""Text to token ids and back, in bytes.
 
 Decoding gives bytes, not text, because a token may hold a part of a character;
 :mod:`twell_numba.infer.text_stream` puts characters together again.
@@ -6,18 +6,27 @@ Decoding gives bytes, not text, because a token may hold a part of a character;
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
-from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
+from twell_numba.models.bpe_tokenizer import FILE_NAME, BPETokenizer, valid_unicode
 from twell_numba.models.reading import is_file, unreadable
+from twell_numba.models.token_bytes import byte_alphabet
+from twell_numba.models.tokenizer_settings import TokenizerSettings, read_settings
 
-FILE_NAME = "tokenizer.json"
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "TextTokenizer",
+    "byte_alphabet",
+    "load_tokenizer",
+    "valid_unicode",
+]
 
 
 class TextTokenizer(Protocol):
@@ -28,8 +37,39 @@ class TextTokenizer(Protocol):
         """One more than the largest token id."""
         ...
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the token ids (int64) of a text."""
+    @property
+    def bos_token(self) -> int | None:
+        """The token that begins a text, if the model has one."""
+        ...
+
+    @property
+    def eos_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a text; the first is the one that chat templates name."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of control tokens by their text."""
+        ...
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The texts of special tokens by the names that chat templates use."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """A Jinja template that writes a list of messages as one text."""
+        ...
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, allow_special: bool = False
+    ) -> np.ndarray:
+        """Return the token ids (int64) of a text.
+
+        With ``add_special_tokens``, what the model wants before a text is put there. With
+        ``allow_special``, texts of special tokens become these tokens; otherwise they are text.
+        """
         ...
 
     def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
@@ -37,17 +77,32 @@ class TextTokenizer(Protocol):
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``tokenizer.json`` into a folder."""
+        """Write ``tokenizer.json``, and what else there is to say, into a folder."""
         ...
 
 
 class ByteTokenizer:
-    """256 tokens: the id of a byte is its value; text is taken as UTF-8."""
+    """256 tokens: the id of a byte is its value; text is taken as UTF-8.
+
+    Parameters
+    ----------
+    chat_template : str, optional
+        A Jinja template that writes a list of messages as one text.
+    """
 
     vocab_size = 256
+    bos_token: int | None = None
+    eos_tokens: tuple[int, ...] = ()
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the UTF-8 bytes of ``text`` as token ids (int64)."""
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+        self.special_tokens: dict[str, int] = {}
+        self.named_tokens: dict[str, str] = {}
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, allow_special: bool = False
+    ) -> np.ndarray:
+        """Return the UTF-8 bytes of ``text`` as token ids (int64); there are no special tokens."""
         return np.frombuffer(valid_unicode(text).encode(), np.uint8).astype(np.int64)
 
     def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
@@ -68,71 +123,14 @@ class ByteTokenizer:
             add_prefix_space=False, use_regex=False
         )
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        BPETokenizer(tokenizer).save(folder)
-
-
-class BPETokenizer:
-    """Byte-level byte-pair encoding (as in GPT-2), by the ``tokenizers`` library.
-
-    Parameters
-    ----------
-    tokenizer : tokenizers.Tokenizer
-        Its vocabulary must hold all 256 single bytes, so that no text is beyond it.
-
-    Raises
-    ------
-    TwellError
-        If it is of another kind.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        added = tokenizer.get_added_tokens_decoder()
-        vocabulary = {
-            text: token for text, token in tokenizer.get_vocab().items() if token not in added
-        }
-        if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel) or not all(
-            character in vocabulary for character in byte_alphabet()
-        ):
-            raise TwellError(
-                "this tokenizer is not a byte-level BPE over all 256 bytes, the only kind that is "
-                "supported: train one with the byte-level alphabet, or use the byte tokenizer"
-            )
-        self._tokenizer = tokenizer
-        byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-        self._bytes_of = {
-            token: bytes(byte_of[character] for character in text)
-            for text, token in vocabulary.items()
-        }
-        for token, special in added.items():
-            self._bytes_of[token] = special.content.encode()
-        self.vocab_size = 1 + max(self._bytes_of)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the token ids (int64) of ``text``; nothing is put before or after it."""
-        encoding = self._tokenizer.encode(valid_unicode(text), add_special_tokens=False)
-        return np.array(encoding.ids, np.int64)
-
-    def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
-        """Return the bytes that the tokens stand for.
-
-        Raises
-        ------
-        ValueError
-            If a token is not in the vocabulary.
-        """
-        try:
-            return b"".join(self._bytes_of[int(token)] for token in tokens)
-        except KeyError as error:
-            raise ValueError(f"token {error} given, one of the vocabulary wanted") from None
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``tokenizer.json`` into ``folder``."""
-        with write_file_atomically(Path(folder, FILE_NAME)) as temporary:
-            temporary.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        BPETokenizer(tokenizer, TokenizerSettings(chat_template=self.chat_template)).save(folder)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokenizer:
-    """Read the ``tokenizer.json`` of a folder.
+    """Read the ``tokenizer.json`` of a folder, and the settings that may stand beside it.
+
+    Those are ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json``,
+    ``config.json`` and ``chat_template.jinja``.
 
     Raises
     ------
@@ -151,29 +149,24 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokeniz
             f"{path} cannot be read as a tokenizer: {error}; fetch or save it again"
         ) from error
     try:
-        if _is_byte_vocabulary(json.loads(text)):
-            return ByteTokenizer()
+        is_bytes = _is_byte_vocabulary(json.loads(text))
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more special
         reason = " ".join(str(error).split())
         raise TwellError(
             f"{path} cannot be read as a tokenizer: {reason}; fetch or save it again"
         ) from error
+    settings = read_settings(
+        folder,
+        token_id=tokenizer.token_to_id,
+        known=lambda token: 0 <= token < 1 << 32 and tokenizer.id_to_token(token) is not None,
+    )
+    if is_bytes:
+        return ByteTokenizer(settings.chat_template)
     try:
-        return BPETokenizer(tokenizer)
+        return BPETokenizer(tokenizer, settings)
     except TwellError as error:
         raise TwellError(f"{path}: {error}") from None
-
-
-def byte_alphabet() -> list[str]:
-    """Return the printable character that byte-level BPE writes for each byte, by byte value.
-
-    A byte that prints stands for itself; the others take the characters from U+0100 on
-    (``bytes_to_unicode`` of GPT-2).
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _is_byte_vocabulary(content: object) -> bool:
@@ -186,12 +179,3 @@ def _is_byte_vocabulary(content: object) -> bool:
         }:
             return vocabulary == {character: byte for byte, character in enumerate(byte_alphabet())}
     return False
-
-
-def valid_unicode(text: str) -> str:
-    """Replace lone surrogates, which undecodable command-line bytes turn into, by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
