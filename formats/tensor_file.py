@@ -6,8 +6,11 @@ pickled. Arrays lie in the file by element size, then by name; the library write
 order.
 """
 
+import json
+import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +103,7 @@ def open_tensor_file(path: str | PathLike[str]) -> Iterator["TensorFile"]:
         ) from error
     try:
         with safe_open(path, framework="numpy") as file:
-            yield TensorFile(file)
+            yield TensorFile(file, path)
     except (SafetensorError, OSError) as error:
         raise TwellError(
             f"{os.fspath(path)} cannot be read as safetensors: {_reason(error)}; "
@@ -127,8 +130,11 @@ class TensorFile:
     metadata : dict of str to str
     """
 
-    def __init__(self, file: safe_open) -> None:
+    def __init__(self, file: safe_open, path: str | PathLike[str]) -> None:
         self._file = file
+        self._path = path
+        self._content: np.ndarray | None = None
+        self._offsets: dict[str, int] = {}
         self.metadata: dict[str, str] = file.metadata() or {}
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         self.tensors = {
@@ -139,16 +145,55 @@ class TensorFile:
     def read(self, name: str) -> np.ndarray:
         """Return an array of the file: C-contiguous, writable, in native byte order."""
         stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
-            raise WrongFileError(
-                f"array {name!r} of dtype {stored.dtype} given, one of {_ACCEPTED} wanted"
-            )
+        self._dtype(name)
         try:
             return np.require(self._file.get_tensor(name), requirements=["C", "W"])
         except ValueError as error:
             raise WrongFileError(
                 f"damaged: NumPy holds no array {name!r} of shape {stored.shape}"
             ) from error
+
+    def map(self, name: str) -> np.ndarray:
+        """Return an array whose memory is the file's: only what is used of it is ever read.
+
+        It is C-contiguous, and stays valid when the file is closed or replaced by another. What is
+        written into it is kept in memory alone. An array that does not lie in the file as NumPy
+        needs it (an odd address, another byte order) is read instead.
+        """
+        dtype, shape = self._dtype(name), self.tensors[name].shape
+        size = math.prod(shape) * dtype.itemsize
+        if size == 0 or sys.byteorder == "big":
+            return self.read(name)
+        if self._content is None:
+            self._content = np.asarray(np.memmap(self._path, np.uint8, mode="c"))
+            self._offsets = _offsets(self._content)
+        start = self._offsets[name]
+        array = self._content[start : start + size]
+        if array.ctypes.data % dtype.itemsize:
+            return self.read(name)
+        return array.view(dtype).reshape(shape)
+
+    def _dtype(self, name: str) -> np.dtype:
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise WrongFileError(
+                f"array {name!r} of dtype {stored.dtype} given, one of {_ACCEPTED} wanted"
+            )
+        return DTYPES[stored.dtype]
+
+
+def _offsets(content: np.ndarray) -> dict[str, int]:
+    """Return where each array begins in a file that the library has found to be sound.
+
+    A file is the length of a header in 8 bytes, the header in JSON, and the arrays.
+    """
+    header_size = int.from_bytes(content[0:8].tobytes(), "little")
+    header = json.loads(content[8 : 8 + header_size].tobytes())
+    return {
+        name: 8 + header_size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _laid_out(name: str, array: np.ndarray) -> np.ndarray:

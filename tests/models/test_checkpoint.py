@@ -1,6 +1,7 @@
 import errno
 import io
 import json
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from twell_numba.errors import TwellError
+from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.checkpoint import (
     load_config,
     load_model,
@@ -158,17 +160,30 @@ def test_a_copy_of_the_tied_head_is_accepted_if_equal(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"model_type": None}, "model_type None"),
         ({"ffn": ["gated"]}, "ffn"),
-        ({"hidden_act": "silu"}, "hidden_act 'silu' given, 'relu' wanted"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' given, one of relu, silu, relu2 wanted"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias True"),
-        ({"head_dim": 8}, "head_dim 8"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding_window 16"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}, "window 16"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"attention_bias": "yes"}, "attention_bias='yes'"),
+        ({"head_dim": 8}, r"q_proj.weight of shape \(16, 16\), shape \(32, 16\)"),
+        ({"head_dim": "4"}, "head_dim='4'"),
         ({"hidden_size": "16"}, "d_model='16'"),
         ({"num_attention_heads": 3}, "not divisible"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+            "no factor given.*llama3",
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "no factor given.*linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn' given"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor '4' given"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"num_hidden_layers": 10**9}, "n_layers=1000000000 given, at most 4096 wanted"),
         ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
-        ({"head_dim": 10**400}, "head_dim 1000"),
+        ({"head_dim": 10**400}, "head_dim=1000"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "has a tensor model.layers.1"),
         ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
@@ -281,12 +296,111 @@ def test_foreign_weights(tmp_path: Path) -> None:
     refused(tmp_path, "model.safetensors cannot be read")
 
 
+def split(folder: Path) -> None:
+    """Split a checkpoint's weights over two files."""
+    path = folder / "model.safetensors"
+    tensors = read_tensors(path)
+    names = sorted(tensors)
+    path.unlink()
+    weight_map = {}
+    for part, chosen in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{part:05}-of-00002.safetensors"
+        write_tensors(folder / file, {name: tensors[name] for name in chosen})
+        weight_map |= dict.fromkeys(chosen, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def test_split_weights(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    split(tmp_path)
+    loaded, _ = load_model(tmp_path)
+    for name, parameter in model.parameters().items():
+        np.testing.assert_array_equal(loaded.parameters()[name].value, parameter.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "index.json has no weight_map"),
+        ("[", "index.json is not JSON"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "names '../b.safetensors' as the file of a"),
+        ('{"weight_map": {"a": 3}}', "names 3 as the file of a"),
+        ('{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing, one of 1 files"),
+    ],
+)
+def test_an_index_that_leads_nowhere_is_one_line(
+    tmp_path: Path, content: str, message: str
+) -> None:
     saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.rename(tmp_path / "model-00001-of-00002.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    refused(tmp_path, "split over several files")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    refused(tmp_path, message)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = read_tensors(tmp_path / "model.safetensors")
+    split(tmp_path)
+    write_tensors(tmp_path / "model-00001-of-00002.safetensors", tensors)
+    refused(tmp_path, "two files with a tensor")
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin beside it is pickled")
+
+
+def test_weights_for_inference_stay_in_their_file(tmp_path: Path) -> None:
+    saved(tmp_path)
+    loaded, _ = load_model(tmp_path)
+    value = loaded.parameters()["model.embed_tokens.weight"].value
+    base = value
+    while base.base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, (np.memmap, mmap.mmap))
+    before = (tmp_path / "model.safetensors").read_bytes()
+    value += 1  # in memory alone
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    again, _ = load_model(tmp_path, keep_format=True)
+    assert not np.array_equal(again.parameters()["model.embed_tokens.weight"].value, value)
+
+
+@pytest.mark.parametrize("transposed", [(), ("gate", "up"), ("down",), ("gate", "up", "down")])
+def test_the_published_layout_is_told_apart_by_shape(
+    tmp_path: Path, transposed: tuple[str, ...]
+) -> None:
+    model = saved(tmp_path, replace(CONFIG, d_ffn=24))
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            if ".mlp." in name:
+                part = name.split(".")[-2].removesuffix("_proj")
+                value = tensors.pop(name)  # the down projection is [D, F] here
+                value = value.T if part in transposed else value
+                tensors[name.replace("_proj.weight", "_weight")] = np.ascontiguousarray(value)
+
+    edit_tensors(tmp_path, rename)
+    edit_config(tmp_path, sparsity_l1=2e-5)
+    loaded, _ = load_model(tmp_path)
+    for name, parameter in model.parameters().items():
+        np.testing.assert_array_equal(loaded.parameters()[name].value, parameter.value)
+
+
+def test_the_published_layout_that_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)  # D = F
+    edit_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {
+                name.replace("_proj.weight", "_weight"): tensors.pop(name)
+                for name in list(tensors)
+                if ".mlp." in name
+            }
+        ),
+    )
+    edit_config(tmp_path, sparsity_l1=2e-5)
+    refused(tmp_path, "nothing says which axis is which")
 
 
 @pytest.mark.parametrize(

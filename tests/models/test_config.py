@@ -4,6 +4,7 @@ import pytest
 
 from twell_numba.errors import UsageError
 from twell_numba.models.config import ModelConfig
+from twell_numba.models.rope_scaling import RopeScaling
 
 CONFIG = ModelConfig(
     vocab_size=256,
@@ -35,7 +36,17 @@ def test_a_right_config_passes() -> None:
         ("norm_eps", "small", "norm_eps='small'"),
         ("tied_embeddings", "yes", "tied_embeddings='yes'"),
         ("ffn", "glu", "ffn='glu' given, one of gated, two_matrix"),
-        ("activation", "silu", "activation='silu'"),
+        ("activation", "gelu", "activation='gelu' given, one of relu, silu, relu2 wanted"),
+        ("head_dim", 7, "head_dim=7 given, an even whole number wanted"),
+        ("head_dim", True, "head_dim=True"),
+        ("head_dim", 2**17, "head_dim=131072 given, at most 65536 wanted"),
+        ("attention_bias", 1, "attention_bias=1 given, true or false wanted"),
+        ("output_bias", None, "output_bias=None"),
+        ("rope_scaling", RopeScaling("yarn", 2.0), "kind 'yarn' given, one of linear, llama3"),
+        ("rope_scaling", RopeScaling("linear", 0.5), "factor 0.5 given, at least 1"),
+        ("rope_scaling", RopeScaling("linear", float("nan")), "factor nan given, above 0"),
+        ("rope_scaling", RopeScaling("llama3", 8.0, 4.0, 4.0), "the second has to be larger"),
+        ("rope_scaling", RopeScaling("llama3", 8.0, original_context=0), "original_context 0"),
         ("norm_eps", 0.0, "norm_eps=0.0 given, a number from 1e-30 to 1 wanted"),
         ("norm_eps", 1.5, "norm_eps=1.5"),
         ("norm_eps", float("inf"), "norm_eps=inf"),

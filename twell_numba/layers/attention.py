@@ -22,7 +22,7 @@ class KeyValueStore(Protocol):
 
 
 class Attention:
-    """Self-attention of a Llama block, without biases.
+    """Self-attention of a Llama block; as in Qwen2 with biases, where they are given.
 
     H query heads share G key and value heads (grouped-query attention, Ainslie et al., 2023), with
     H divisible by G. Queries and keys are turned by their position (rotary embedding, Su et al.,
@@ -37,6 +37,8 @@ class Attention:
     query : array, shape (H * head width, D)
     key, value : array, shape (G * head width, D)
     output : array, shape (D, H * head width)
+    query_bias, key_bias, value_bias : array, shape (rows of the weight,), optional
+    output_bias : array, shape (D,), optional
 
     Raises
     ------
@@ -53,6 +55,10 @@ class Attention:
         key: Array,
         value: Array,
         output: Array,
+        query_bias: Array | None = None,
+        key_bias: Array | None = None,
+        value_bias: Array | None = None,
+        output_bias: Array | None = None,
     ) -> None:
         if n_heads % n_kv_heads or query.shape[0] % n_heads:
             raise ValueError(
@@ -73,10 +79,10 @@ class Attention:
                     f"{name} weight of shape {weight.shape} given, shape {shape} wanted "
                     f"beside a query weight of shape {query.shape}"
                 )
-        self.query = Linear(f"{prefix}.q_proj.weight", query)
-        self.key = Linear(f"{prefix}.k_proj.weight", key)
-        self.value = Linear(f"{prefix}.v_proj.weight", value)
-        self.output = Linear(f"{prefix}.o_proj.weight", output)
+        self.query = Linear(f"{prefix}.q_proj.weight", query, query_bias)
+        self.key = Linear(f"{prefix}.k_proj.weight", key, key_bias)
+        self.value = Linear(f"{prefix}.v_proj.weight", value, value_bias)
+        self.output = Linear(f"{prefix}.o_proj.weight", output, output_bias)
 
     def __call__(
         self,
@@ -130,9 +136,5 @@ class Attention:
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here."""
-        return [
-            self.query.weight,
-            self.key.weight,
-            self.value.weight,
-            self.output.weight,
-        ]
+        projections = (self.query, self.key, self.value, self.output)
+        return [parameter for each in projections for parameter in each.parameters()]

@@ -36,14 +36,13 @@ class Block:
         ffn_path: str,
     ) -> None:
         self.input_norm = make_norm(f"{prefix}.input_layernorm.weight", config, values)
+        attention = f"{prefix}.self_attn"
         self.attention = Attention(
-            f"{prefix}.self_attn",
+            attention,
             config.n_heads,
             config.n_kv_heads,
-            values[f"{prefix}.self_attn.q_proj.weight"],
-            values[f"{prefix}.self_attn.k_proj.weight"],
-            values[f"{prefix}.self_attn.v_proj.weight"],
-            values[f"{prefix}.self_attn.o_proj.weight"],
+            *(values[f"{attention}.{part}_proj.weight"] for part in "qkvo"),
+            *(values.get(f"{attention}.{part}_proj.bias") for part in "qkvo"),
         )
         self.post_attention_norm = make_norm(
             f"{prefix}.post_attention_layernorm.weight", config, values
@@ -53,9 +52,9 @@ class Block:
         down = ffn_weights[f"{prefix}.mlp.down_proj.weight"]
         if config.gated:
             gate = ffn_weights[f"{prefix}.mlp.gate_proj.weight"]
-            self.ffn = GatedFFN(f"{prefix}.mlp", gate, up, down, ffn_path)
+            self.ffn = GatedFFN(f"{prefix}.mlp", gate, up, down, ffn_path, config.activation)
         else:
-            self.ffn = TwoMatrixFFN(f"{prefix}.mlp", up, down, ffn_path)
+            self.ffn = TwoMatrixFFN(f"{prefix}.mlp", up, down, ffn_path, config.activation)
 
     def __call__(
         self,

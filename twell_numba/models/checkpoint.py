@@ -7,6 +7,8 @@ Feedforward weights that are held sparse are stored as the arrays of their forma
 import json
 import os
 import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from twell_numba.atomic import write_file_atomically
+from twell_numba.device.threads import thread_count
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
-from twell_numba.formats.tensor_file import read_tensors, write_tensors
+from twell_numba.formats.tensor_file import write_tensors
 from twell_numba.layers.ffn import FLOAT8_PATHS, PATHS_OF_FORMAT
 from twell_numba.layers.parameter import Operand
 from twell_numba.models.config import ModelConfig
@@ -27,13 +30,8 @@ from twell_numba.models.huggingface import (
     to_file_layout,
     to_huggingface,
 )
-from twell_numba.models.reading import (
-    exists,
-    is_file,
-    is_folder,
-    require_readable,
-    unreadable,
-)
+from twell_numba.models.published_layout import neuron_major, parameter_name
+from twell_numba.models.reading import exists, is_file, is_folder, unreadable
 from twell_numba.models.sparse_tensors import (
     VALUES_NAMES,
     from_tensors,
@@ -47,9 +45,12 @@ from twell_numba.models.tokenizer import (
     load_tokenizer,
 )
 from twell_numba.models.transformer import Transformer
+from twell_numba.models.weight_files import WEIGHTS_NAME, open_weight_files, to_dtype
 
 CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
+EMBEDDING_NAME = "model.embed_tokens.weight"
+# Frequencies of rotary positions, which older files hold beside the weights.
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 # Of a run, see twell_numba.train.run_folder.
 CHECKPOINTS_NAME = "checkpoints"
 SETTINGS_NAME = "config.toml"
@@ -138,11 +139,13 @@ def load_model(
             f"{folder} has a tokenizer of {tokenizer.vocab_size} tokens for a model of "
             f"{config.vocab_size}: put the model's own tokenizer.json there"
         )
-    weights = _load_weights(folder / WEIGHTS_NAME, config)
     dtype = np.dtype(dtype)
     # NumPy's models compute in no fewer bits.
     is_short = stream is not None and dtype.itemsize == 2
-    model = Transformer(config, weights, np.float32 if is_short else dtype)
+    host_dtype = np.dtype(np.float32) if is_short else dtype
+    # What is trained is written to, all of it.
+    weights = _load_weights(folder, config, host_dtype, mapped=not keep_format)
+    model = Transformer(config, weights, host_dtype)
     if not keep_format:
         _hold_for_path(model, "twell" if float8 else ffn_path)
     if ffn_path in PATHS_OF_FORMAT[model.weight_format]:
@@ -277,53 +280,73 @@ def _hold_for_path(model: Transformer, ffn_path: str) -> None:
             model.hold_ffn_weights(weight_format, model.block_size)
 
 
-def _load_weights(path: Path, config: ModelConfig) -> dict[str, Operand]:
-    """Read the tensors of a model and check each; feedforward weights are [F, D] in the result."""
-    if not is_file(path) and is_file(path.with_name(path.name + ".index.json")):
-        raise TwellError(
-            f"{path} is missing: its weights are split over several files, one file wanted; "
-            f"save the model again without splitting"
-        )
-    require_readable(path)
-    tensors = read_tensors(path)
-    if config.tied_embeddings:
-        _drop_copy_of_tied_head(path, tensors)
-    names = stored_names(config)
-    _require_names(path, tensors, [each for group in names.values() for each in group])
-    weights: dict[str, Operand] = {}
-    for name, shape in config.parameter_shapes().items():
-        # popped, so that only one copy of each is held
-        stored = {each: tensors.pop(each) for each in names[name]}
-        if name in stored:  # the arrays of a sparse weight have longer names
-            weights[name] = _dense_weight(path, name, shape, stored[name])
-        else:
-            weights[name] = _sparse_weight(path, name, config, stored)
+def _load_weights(
+    folder: Path, config: ModelConfig, dtype: np.dtype, mapped: bool
+) -> dict[str, Operand]:
+    """Read the tensors of a model and check each; feedforward weights are [F, D] in the result.
+
+    Dense tensors are converted to a dtype. Where they are ``mapped``, those that are computed with
+    as they are stored stay in the memory of their file.
+    """
+    with open_weight_files(folder) as files:
+        path = files.path
+        fetch = files.map if mapped else files.read
+        stored_name = {parameter_name(name): name for name in files.tensors}
+        if config.tied_embeddings:
+            _drop_copy_of_tied_head(path, stored_name, fetch)
+        names = stored_names(config)
+        _require_names(path, stored_name, [each for group in names.values() for each in group])
+
+        def load(name: str, shape: tuple[int, ...]) -> Operand:
+            if names[name] == [name]:  # the arrays of a sparse weight have longer names
+                return _dense_weight(path, name, stored_name[name], shape, fetch, dtype)
+            stored = {each: fetch(stored_name[each]) for each in names[name]}
+            return _sparse_weight(path, name, config, stored)
+
+        shapes = config.parameter_shapes()
+        with ThreadPoolExecutor(thread_count()) as threads:
+            loaded = threads.map(lambda item: (item[0], load(*item)), shapes.items())
+            weights = dict(loaded)
     _require_one_block_size(path, weights)
     return weights
 
 
-def _require_names(path: Path, tensors: dict[str, np.ndarray], wanted: list[str]) -> None:
+def _require_names(path: Path, stored_names: Iterable[str], wanted: list[str]) -> None:
     """Refuse a file that lacks a tensor of the model or has another one."""
-    if missing := [name for name in wanted if name not in tensors]:
+    there = {name for name in stored_names if not name.endswith(IGNORED_SUFFIX)}
+    if missing := [name for name in wanted if name not in there]:
         raise TwellError(
             f"{path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing): "
             f"it does not belong to the {CONFIG_NAME} beside it"
         )
-    if unexpected := sorted(tensors.keys() - set(wanted)):
+    if unexpected := sorted(there - set(wanted)):
         raise TwellError(
             f"{path} has a tensor {unexpected[0]} ({len(unexpected)} in all) that the "
             f"{CONFIG_NAME} beside it has no place for"
         )
 
 
-def _dense_weight(path: Path, name: str, shape: tuple[int, ...], stored: np.ndarray) -> np.ndarray:
+def _dense_weight(
+    path: Path,
+    name: str,
+    stored_name: str,
+    shape: tuple[int, ...],
+    fetch: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+) -> np.ndarray:
+    stored = fetch(stored_name)
+    _require_float(path, stored_name, stored)
+    if stored_name != name:
+        try:
+            return to_dtype(neuron_major(stored_name, stored, shape), dtype)
+        except TwellError as error:
+            raise TwellError(f"{path} has {error}") from None
     if stored.shape != file_shape(name, shape):
         raise TwellError(
             f"{path} has {name} of shape {stored.shape}, shape {file_shape(name, shape)} "
             f"wanted by the {CONFIG_NAME} beside it"
         )
-    _require_float(path, name, stored)
-    return to_file_layout(name, stored)
+    return to_dtype(to_file_layout(name, stored), dtype)
 
 
 def _sparse_weight(
@@ -364,11 +387,15 @@ def _require_float(path: Path, name: str, stored: np.ndarray) -> None:
         )
 
 
-def _drop_copy_of_tied_head(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def _drop_copy_of_tied_head(
+    path: Path, stored_name: dict[str, str], fetch: Callable[[str], np.ndarray]
+) -> None:
     """Forget an output head that some tools write again beside the embedding it is tied to."""
-    head = tensors.pop("lm_head.weight", None)
-    table = tensors.get("model.embed_tokens.weight")
-    if head is not None and table is not None and not np.array_equal(head, table):
+    head, table = (stored_name.get(name) for name in ("lm_head.weight", EMBEDDING_NAME))
+    if head is None:
+        return
+    del stored_name["lm_head.weight"]
+    if table is not None and not np.array_equal(fetch(head), fetch(table)):
         raise TwellError(
             f"{path} has an lm_head.weight that differs from the embedding it is tied to: set "
             f"tie_word_embeddings to false in {CONFIG_NAME} if it is a head of its own"

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from twell_numba.errors import UsageError
+from twell_numba.models.rope_scaling import RopeScaling
 
 FFN_KINDS = ("gated", "two_matrix")
-ACTIVATIONS = ("relu",)
+# Of these, silu leaves no exact zeros: its models run on the dense path alone.
+ACTIVATIONS = ("relu", "silu", "relu2")
 FFN_WEIGHT_FORMATS = ("dense", "csr", "block_ell")
 
 # Far beyond any model there is, and small enough that a wrong number is refused before anything is
@@ -27,7 +29,7 @@ RANGES = {"rope_base": (1.0, 1e15), "norm_eps": (1e-30, 1.0)}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Llama-shaped transformer with ReLU feedforward layers.
+    """Sizes and choices of a Llama-shaped transformer.
 
     Parameters
     ----------
@@ -40,7 +42,7 @@ class ModelConfig:
     n_layers : int
         L; at most 4096.
     n_heads : int
-        Query heads; D / n_heads, the width of a head, must be even (rotary positions turn pairs).
+        Query heads.
     n_kv_heads : int
         Key and value heads; each is shared by n_heads / n_kv_heads query heads.
     context_length : int
@@ -52,10 +54,19 @@ class ModelConfig:
     tied_embeddings : bool
         Whether the output head is the embedding table.
     ffn : {"gated", "two_matrix"}
-        ``(relu(x Wg) * (x Wu)) Wd`` or ``relu(x Wu) Wd``.
-    activation : {"relu"}
+        ``(a(x Wg) * (x Wu)) Wd`` or ``a(x Wu) Wd``, where a is the activation.
+    activation : {"relu", "silu", "relu2"}
+        ``relu2`` is the square of ``relu``. ``silu`` makes no exact zeros.
     ffn_weight_format : {"dense", "csr", "block_ell"}
         How the weights of the feedforward layers are held, and written to a checkpoint.
+    head_dim : int or None
+        The width of a head, which must be even (rotary positions turn pairs); None: D / n_heads.
+    attention_bias : bool
+        Whether the projections to queries, keys and values have biases, as in Qwen2.
+    output_bias : bool
+        Whether attention's output projection has one.
+    rope_scaling : RopeScaling or None
+        How rotary positions are stretched.
 
     Nothing is checked before :meth:`validate` is called.
     """
@@ -73,11 +84,15 @@ class ModelConfig:
     ffn: str = "gated"
     activation: str = "relu"
     ffn_weight_format: str = "dense"
+    head_dim: int | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    rope_scaling: RopeScaling | None = None
 
     @property
     def head_width(self) -> int:
-        """The width of one attention head, D / n_heads."""
-        return self.d_model // self.n_heads
+        """The width of one attention head."""
+        return self.head_dim or self.d_model // self.n_heads
 
     @property
     def gated(self) -> bool:
@@ -108,37 +123,49 @@ class ModelConfig:
                 raise UsageError(
                     f"{name}={shown(value)} given, a number from {low:g} to {high:g} wanted"
                 )
-        if not isinstance(self.tied_embeddings, bool):
-            raise UsageError(
-                f"tied_embeddings={shown(self.tied_embeddings)} given, true or false wanted"
-            )
+        for name in ("tied_embeddings", "attention_bias", "output_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(f"{name}={shown(value)} given, true or false wanted")
         if self.ffn not in FFN_KINDS:
             raise UsageError(f"ffn={shown(self.ffn)} given, one of {', '.join(FFN_KINDS)} wanted")
         if self.activation not in ACTIVATIONS:
             raise UsageError(
-                f"activation={shown(self.activation)} given, only relu is supported: "
-                f"its zeros are exact, which sparse paths need"
+                f"activation={shown(self.activation)} given, one of {', '.join(ACTIVATIONS)} wanted"
             )
         if self.ffn_weight_format not in FFN_WEIGHT_FORMATS:
             raise UsageError(
                 f"ffn_weight_format={shown(self.ffn_weight_format)} given, one of "
                 f"{', '.join(FFN_WEIGHT_FORMATS)} wanted"
             )
-        if self.d_model % self.n_heads:
-            raise UsageError(
-                f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: "
-                f"choose n_heads so that every head has the same width"
-            )
-        if self.head_width % 2:
-            raise UsageError(
-                f"d_model={self.d_model} with n_heads={self.n_heads} gives heads "
-                f"{self.head_width} wide: rotary positions need an even width, change one of them"
-            )
+        self._validate_head_width()
         if self.n_heads % self.n_kv_heads:
             raise UsageError(
                 f"n_heads={self.n_heads} is not divisible by n_kv_heads={self.n_kv_heads}: "
                 f"every key and value head must serve the same number of query heads"
             )
+        if self.rope_scaling is not None:
+            self.rope_scaling.validate()
+
+    def _validate_head_width(self) -> None:
+        width = self.head_dim
+        if width is None:
+            if self.d_model % self.n_heads:
+                raise UsageError(
+                    f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: "
+                    f"choose n_heads so that every head has the same width, or give head_dim"
+                )
+            if self.head_width % 2:
+                raise UsageError(
+                    f"d_model={self.d_model} with n_heads={self.n_heads} gives heads "
+                    f"{self.head_width} wide: rotary positions need an even width, change one of "
+                    f"them"
+                )
+            return
+        if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
+            raise UsageError(f"head_dim={shown(width)} given, an even whole number wanted")
+        if width > LARGEST["d_model"]:
+            raise UsageError(f"head_dim={width} given, at most {LARGEST['d_model']} wanted")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's shape in memory by its checkpoint name, in the model's order.
@@ -147,17 +174,24 @@ class ModelConfig:
         ``[output, input]``.
         """
         hidden = (self.d_ffn, self.d_model)
+        query = (self.n_heads * self.head_width, self.d_model)
         key_value = (self.n_kv_heads * self.head_width, self.d_model)
+        output = query[::-1]
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab_size, self.d_model)
         }
         for layer in range(self.n_layers):
             prefix = f"model.layers.{layer}."
             shapes[prefix + "input_layernorm.weight"] = (self.d_model,)
-            shapes[prefix + "self_attn.q_proj.weight"] = (self.d_model, self.d_model)
-            shapes[prefix + "self_attn.k_proj.weight"] = key_value
-            shapes[prefix + "self_attn.v_proj.weight"] = key_value
-            shapes[prefix + "self_attn.o_proj.weight"] = (self.d_model, self.d_model)
+            for part, shape, bias in (
+                ("q", query, self.attention_bias),
+                ("k", key_value, self.attention_bias),
+                ("v", key_value, self.attention_bias),
+                ("o", output, self.output_bias),
+            ):
+                shapes[f"{prefix}self_attn.{part}_proj.weight"] = shape
+                if bias:
+                    shapes[f"{prefix}self_attn.{part}_proj.bias"] = shape[0:1]
             shapes[prefix + "post_attention_layernorm.weight"] = (self.d_model,)
             if self.gated:
                 shapes[prefix + "mlp.gate_proj.weight"] = hidden

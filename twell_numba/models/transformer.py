@@ -22,6 +22,8 @@ from twell_numba.models.cache import KVCache
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.initial import initial_values
 
+SHORTEST_ROTARY_TABLE = 256
+
 
 class Transformer:
     """A Llama-shaped transformer: embedding, L blocks, a last norm, and the output head.
@@ -100,6 +102,7 @@ class Transformer:
             self.head = Linear("lm_head.weight", values["lm_head.weight"])
         self.config = replace(config, ffn_weight_format=self.weight_format)
         self.stream: Any = None
+        self._rotary = self._rotary_tables(np.arange(0), self.dtype)
         self.rotary_on_gpu: tuple[Any, ...] = ()
 
     def __call__(
@@ -151,13 +154,27 @@ class Transformer:
 
         return logits, backprop
 
-    def logits(self, tokens: Array) -> Array:
-        """Return the logits (B * S, V) for tokens (B, S), keeping the activations of no layer."""
+    def logits(self, tokens: Array, rows: np.ndarray | None = None) -> Array:
+        """Return logits for tokens (B, S), keeping the activations of no layer.
+
+        Parameters
+        ----------
+        tokens : array of integers, shape (B, S)
+        rows : ndarray of integers, shape (R,), optional
+            Of which of the B * S tokens the successor is wanted; all of them if not given. Where
+            the vocabulary is large, the others would take most of the memory.
+
+        Returns
+        -------
+        array, shape (R, V) or (B * S, V)
+        """
         batch, cos, sin = self._positions(tokens)
         x, fed = self.embedding(tokens.reshape(-1))[0], None
         for block in self.blocks:
             x, fed, _ = block(x, fed, batch, cos, sin)
             block.ffn.count_activations()
+        if rows is not None:
+            x, fed = embedding(rows, x), embedding(rows, fed)
         return self.head(self.norm(x, fed)[1])[0]
 
     def step(self, tokens: Array, cache: KVCache) -> Array:
@@ -219,9 +236,7 @@ class Transformer:
         self.dtype = np.dtype(dtype)
         sums = np.float64 if self.dtype == np.float64 else np.float32
         config = self.config
-        tables = rotary_tables(
-            np.arange(config.context_length), config.head_width, config.rope_base, sums
-        )
+        tables = self._rotary_tables(np.arange(config.context_length), sums)
         self.rotary_on_gpu = tuple(from_numpy(table, stream) for table in tables)
 
     @property
@@ -327,11 +342,24 @@ class Transformer:
         if self.stream is not None:
             cos, sin = self.rotary_on_gpu
             return batch, cos[start : start + length], sin[start : start + length]
-        positions = np.arange(start, start + length)
-        cos, sin = rotary_tables(
-            positions, self.config.head_width, self.config.rope_base, self.dtype
-        )
-        return batch, cos, sin
+        return batch, *self.rotary(np.arange(start, start + length))
+
+    def rotary(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return cosines and sines of positions (S,), each (S, head width / 2), on the CPU."""
+        needed = int(positions.max(initial=-1)) + 1
+        if needed > len(self._rotary[0]):
+            # Twice as many as before, so that a growing text seldom needs new ones.
+            longest = max(needed, 2 * len(self._rotary[0]), SHORTEST_ROTARY_TABLE)
+            self._rotary = self._rotary_tables(np.arange(longest), self.dtype)
+        cos, sin = self._rotary
+        return cos[positions], sin[positions]
+
+    def _rotary_tables(self, positions: np.ndarray, dtype: DTypeLike) -> Any:
+        config = self.config
+        width, base = config.head_width, config.rope_base
+        scaling = config.rope_scaling
+        divisors = None if scaling is None else scaling.divisors(width, base)
+        return rotary_tables(positions, width, base, dtype, divisors)
 
 
 def _recomputing(

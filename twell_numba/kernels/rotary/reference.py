@@ -14,7 +14,11 @@ from numpy.typing import DTypeLike
 
 
 def rotary_tables(
-    positions: np.ndarray, head_width: int, base: float, dtype: DTypeLike = np.float32
+    positions: np.ndarray,
+    head_width: int,
+    base: float,
+    dtype: DTypeLike = np.float32,
+    divisors: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the cosine and sine of every angle, computed in float64.
 
@@ -27,6 +31,8 @@ def rotary_tables(
         Of the angles' geometric series: 10000 in most models.
     dtype : dtype
         Of the result.
+    divisors : ndarray, shape (head_width / 2,), optional
+        What each frequency is divided by, to stretch positions.
 
     Returns
     -------
@@ -42,6 +48,8 @@ def rotary_tables(
     if not base > 0:
         raise ValueError(f"rotary base {base} given, a positive one wanted")
     frequencies = float(base) ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
+    if divisors is not None:
+        frequencies /= divisors
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
 
