@@ -7,7 +7,7 @@ Feedforward weights that are held sparse are stored as the arrays of their forma
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,19 +31,14 @@ from twell_numba.models.huggingface import (
     to_huggingface,
 )
 from twell_numba.models.published_layout import neuron_major, parameter_name
-from twell_numba.models.reading import exists, is_file, is_folder, unreadable
+from twell_numba.models.reading import exists, is_file, is_folder, is_gguf, unreadable
 from twell_numba.models.sparse_tensors import (
     VALUES_NAMES,
     from_tensors,
     tensor_names,
     to_tensors,
 )
-from twell_numba.models.tokenizer import (
-    BPETokenizer,
-    ByteTokenizer,
-    TextTokenizer,
-    load_tokenizer,
-)
+from twell_numba.models.tokenizer import TextTokenizer, load_tokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.models.weight_files import WEIGHTS_NAME, open_weight_files, to_dtype
 
@@ -88,6 +83,8 @@ def save_model(
         # what a model on a GPU computes in may have fewer bits than what is trained
         stored_dtype = next(iter(parameters.values())).value.dtype
         description = to_huggingface(config, stored_dtype)
+        description["bos_token_id"] = tokenizer.bos_token
+        description["eos_token_id"] = _one_or_list(tokenizer.eos_tokens)
         temporary.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
@@ -99,13 +96,14 @@ def load_model(
     keep_format: bool = False,
     device: str = "cpu",
     float8: bool = False,
-) -> tuple[Transformer, ByteTokenizer | BPETokenizer]:
+) -> tuple[Transformer, TextTokenizer]:
     """Read a model and its tokenizer.
 
     Parameters
     ----------
     folder : path
-        A run (its newest checkpoint is read), a checkpoint, or a Hugging Face Llama model.
+        A run (its newest checkpoint is read), a checkpoint, a Hugging Face model of Llama or Qwen2
+        shape, or a GGUF file.
     dtype : dtype
         float32 or float64; on a GPU also bfloat16 or float16. Tensors are converted to it.
     ffn_path : str
@@ -131,20 +129,12 @@ def load_model(
             f"{', '.join(FLOAT8_PATHS)} wanted"
         )
     stream = None if device == "cpu" else _open_gpu(device)
-    folder = resolve_checkpoint(folder)
-    config = load_config(folder)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise TwellError(
-            f"{folder} has a tokenizer of {tokenizer.vocab_size} tokens for a model of "
-            f"{config.vocab_size}: put the model's own tokenizer.json there"
-        )
     dtype = np.dtype(dtype)
     # NumPy's models compute in no fewer bits.
     is_short = stream is not None and dtype.itemsize == 2
     host_dtype = np.dtype(np.float32) if is_short else dtype
     # What is trained is written to, all of it.
-    weights = _load_weights(folder, config, host_dtype, mapped=not keep_format)
+    config, weights, tokenizer = _read_model(folder, host_dtype, mapped=not keep_format)
     model = Transformer(config, weights, host_dtype)
     if not keep_format:
         _hold_for_path(model, "twell" if float8 else ffn_path)
@@ -155,6 +145,24 @@ def load_model(
     if stream is not None:
         model.move_to_gpu(stream, dtype)
     return model, tokenizer
+
+
+def _read_model(
+    path: str | os.PathLike[str], dtype: np.dtype, mapped: bool
+) -> tuple[ModelConfig, Mapping[str, Operand], TextTokenizer]:
+    path = resolve_checkpoint(path)
+    if is_gguf(path):
+        from twell_numba.models.gguf_reader import read_gguf
+
+        return read_gguf(path, dtype)
+    config = load_config(path)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise TwellError(
+            f"{path} has a tokenizer of {tokenizer.vocab_size} tokens for a model of "
+            f"{config.vocab_size}: put the model's own tokenizer.json there"
+        )
+    return config, _load_weights(path, config, dtype, mapped), tokenizer
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
@@ -186,8 +194,8 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
     Parameters
     ----------
     path : path
-        A folder with a ``config.json``, a folder of ``step-N`` folders, or a run folder, which
-        holds those under ``checkpoints``.
+        A folder with a ``config.json``, a folder of ``step-N`` folders, a run folder, which
+        holds those under ``checkpoints``, or a GGUF file, which is returned as it is.
 
     Raises
     ------
@@ -198,6 +206,8 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not written.strip():
         raise TwellError(f"{written!r} given, the folder of a run or a checkpoint wanted")
+    if is_gguf(path):
+        return path
     if not is_folder(path):
         given = "is a file" if exists(path) else "does not exist"
         raise TwellError(f"{path} {given}: the folder of a run or a checkpoint wanted")
@@ -261,6 +271,13 @@ def _open_gpu(device: str) -> Any:
     from twell_numba.device.gpu import choose
 
     return choose(device).stream
+
+
+def _one_or_list(tokens: Sequence[int]) -> int | list[int] | None:
+    """Return tokens as ``config.json`` has them."""
+    if len(tokens) > 1:
+        return list(tokens)
+    return tokens[0] if tokens else None
 
 
 def _tensors_of(name: str, weights: Operand) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from twell_numba.errors import TwellError
 
+GGUF_MAGIC = b"GGUF"
 _GET_PERMISSION = "get permission to read it and to enter its folders"
 _CHECK_PATH = "check the path"
 _ADVICE = {
@@ -61,6 +62,26 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
         If the system refuses to say.
     """
     return stat.S_ISDIR(_mode(path) or 0)
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Say whether a path leads to a GGUF file, by its name or by how it begins.
+
+    Raises
+    ------
+    TwellError
+        If the system refuses to say.
+    """
+    path = Path(path)
+    if not is_file(path):
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def require_readable(path: Path) -> None:
