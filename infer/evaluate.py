@@ -11,6 +11,9 @@ from twell_numba.kernels.cross_entropy import cross_entropy
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 
+# Numbers of a batch's logits: where the vocabulary is large, they take most of the memory.
+LARGEST_LOGITS = 1 << 27
+
 
 class Evaluation(TypedDict):
     """Measured over all predicted tokens.
@@ -43,7 +46,8 @@ def evaluate(
     tokenizer
         Says how many bytes the tokens stand for.
     batch_size : int
-        Windows computed at once; the result depends on it by rounding alone.
+        Windows computed at once, fewer where their logits would take too much memory; the result
+        depends on it by rounding alone.
 
     Raises
     ------
@@ -95,6 +99,8 @@ def _measure(model: Transformer, windows: np.ndarray, batch_size: int) -> _Measu
     total_loss = 0.0
     nonzeros = np.zeros(len(layers), np.int64)
     fired = np.zeros((len(layers), model.config.d_ffn), np.bool_)
+    logits_of_window = (windows.shape[1] - 1) * model.config.vocab_size
+    batch_size = max(1, min(batch_size, LARGEST_LOGITS // max(1, logits_of_window)))
     for start in range(0, len(windows), batch_size):
         batch = np.asarray(windows[start : start + batch_size], np.int64)
         logits = model.logits(batch[:, :-1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, UsageError
 from twell_numba.models.reading import is_file, is_folder
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
@@ -15,8 +15,10 @@ from twell_numba.train.corpus import encode_documents, load_text
 from twell_numba.train.prepared import SUFFIX, open_prepared, same_tokenizer
 from twell_numba.train.run_folder import RunFolder
 
-# Where there are no settings of a run to say how many.
+# Where there are no settings of a run to say how many, and how long: logits of the whole context
+# of a model with a large vocabulary would take gigabytes.
 DEFAULT_WINDOWS = 128
+DEFAULT_LENGTH = 1024
 
 
 def held_out_windows(
@@ -26,10 +28,11 @@ def held_out_windows(
     *,
     data: str | None = None,
     count: int | None = None,
+    length: int | None = None,
 ) -> tuple[np.ndarray, str]:
     """Return windows of held-out text for a model, and the name of their source.
 
-    With neither ``data`` nor ``count``, they are those that the run's validations used.
+    With none of ``data``, ``count`` and ``length``, they are those that the run's validations used.
 
     Parameters
     ----------
@@ -41,18 +44,27 @@ def held_out_windows(
         As ``twell train --data``; the run's own if not given.
     count : int, optional
         Windows wanted; as many as fit if that is fewer.
+    length : int, optional
+        S, at most the model's context. Default: that of the run's training, or of the model's
+        context up to 1024 tokens; or what the text has, if that is less.
 
     Returns
     -------
     windows : ndarray of int64, shape (N, S + 1)
-        S is the model's context, or what the text has, if that is less.
     source : str
 
     Raises
     ------
+    UsageError
+        If the windows are to be longer than the model's context.
     TwellError
         If there are no settings to take the data from, or the data cannot be used.
     """
+    context = model.config.context_length
+    if length is not None and length > context:
+        raise UsageError(
+            f"sequences of {length} tokens given, at most the model's context of {context} wanted"
+        )
     config = _settings_around(Path(run))
     if data is None:
         if config is None:
@@ -61,7 +73,9 @@ def held_out_windows(
     if count is None:
         count = config.eval_batches * config.batch_size if config else DEFAULT_WINDOWS
     tokens, source = _held_out_tokens(data, tokenizer)
-    length = max(1, min(model.config.context_length, len(tokens) - 1))
+    if length is None:
+        length = config.context_length if config else DEFAULT_LENGTH
+        length = max(1, min(length, context, len(tokens) - 1))
     return validation_windows(tokens, length, count), source
 
 
