@@ -35,6 +35,8 @@ COMPILERS = {"numba", "llvmlite"}
 GPU_PACKAGES = {"cuda", "numba_cuda", "cupy", "nvmath", "cudnn"}
 ONLY_IN = {
     "click": {"cli"},
+    "gguf": {"models"},
+    "jinja2": {"models"},
     "matplotlib": {"infer"},
     "rich": {"cli", "train"},
     "safetensors": {"formats"},
