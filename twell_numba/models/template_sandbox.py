@@ -1,0 +1,193 @@
+"""A Jinja environment in which a chat template, a stranger's program, can do no harm.
+
+Jinja's own sandbox keeps a template from Python's internals and from changing what it is given.
+This one also bounds what a template may take: how many steps it runs and how long its texts grow.
+The rest is as Hugging Face's transformers has it, for which chat templates are written. This is the
+one place that uses jinja2, an optional package; import it inside functions only.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache, wraps
+from itertools import islice
+from typing import Any
+
+from jinja2 import Template, TemplateRuntimeError, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Far more than a conversation needs: each item of a loop, each call and each filter is a step.
+MOST_STEPS = 300_000
+LONGEST_TEXT = 1 << 24
+LARGEST_WIDTH = 1_000_000
+LARGEST_POWER_BITS = 4096
+
+_steps_left: ContextVar[list[int]] = ContextVar("steps_left")
+
+
+def render(text: str, variables: dict[str, Any]) -> str:
+    """Return what a template makes of its variables.
+
+    Raises
+    ------
+    Exception
+        Whatever the template runs into: a fault of its own, of what it is given, or a bound.
+    """
+    token = _steps_left.set([MOST_STEPS])
+    try:
+        pieces, length = [], 0
+        for piece in _compiled(text).generate(variables):
+            pieces.append(piece)
+            length += len(_of_bounded_length(piece))
+            if length > LONGEST_TEXT:
+                raise TemplateRuntimeError(f"it writes more than {LONGEST_TEXT} characters")
+        return "".join(pieces)
+    finally:
+        _steps_left.reset(token)
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str) -> Template:
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _GenerationBlock],
+    )
+    tree = environment.parse(text)
+    for loop in tree.find_all(nodes.For):
+        loop.iter = _filtered(loop.iter, "items_within_bounds")
+    for concatenation in list(tree.find_all(nodes.Concat)):
+        concatenation.nodes = [_filtered(node, "within_bounds") for node in concatenation.nodes]
+    return environment.from_string(tree)
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}``, with which templates mark what an assistant said; read past here."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.filters["tojson"] = _to_json
+        self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
+        self.filters["items_within_bounds"] = _items_within_bounds
+        self.filters["within_bounds"] = _of_bounded_length
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        del self.globals["lipsum"]
+
+    def call(self, context: Context, called: Any, /, *arguments: Any, **named: Any) -> Any:
+        _take_steps(1)
+        if isinstance(getattr(called, "__self__", None), str):
+            _check_widths(arguments, named)
+        return _of_bounded_length(super().call(context, called, *arguments, **named))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _take_steps(1)
+        _check_operands(operator, left, right)
+        return _of_bounded_length(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+
+def _take_steps(count: int) -> None:
+    steps_left = _steps_left.get()
+    steps_left[0] -= count
+    if steps_left[0] < 0:
+        raise TemplateRuntimeError(f"it takes more than {MOST_STEPS} steps")
+
+
+def _items_within_bounds(items: Iterable[Any]) -> list[Any]:
+    """Return what a loop goes over, counted as that many steps."""
+    listed = list(islice(items, MOST_STEPS + 1))
+    _take_steps(len(listed))
+    return listed
+
+
+def _of_bounded_length(value: Any) -> Any:
+    if isinstance(value, str | list | tuple) and len(value) > LONGEST_TEXT:
+        raise TemplateRuntimeError(f"it makes a text of more than {LONGEST_TEXT} characters")
+    return value
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that counts as a step and makes no long text from a short one."""
+
+    @wraps(function)  # with its marks, by which Jinja knows what to pass
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        _take_steps(1)
+        # the first that is no context or environment is the value, which may be any number
+        _check_widths(arguments[1:], named)
+        if name == "format":
+            _check_format(arguments[0])
+        return _of_bounded_length(function(*arguments, **named))
+
+    return bounded
+
+
+def _check_widths(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    for argument in (*arguments, *named.values()):
+        if isinstance(argument, int) and argument > LARGEST_WIDTH:
+            raise TemplateRuntimeError(f"it asks for a text of {argument} characters")
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and re.search(r"\d{7}|%[^a-zA-Z%]*\*|\{[^}]*\{", text):
+        raise TemplateRuntimeError("it formats to a width that is too large")
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    if operator == "%":
+        _check_format(left)
+    if operator == "*":
+        for text, count in ((left, right), (right, left)):
+            is_repeated = isinstance(text, str | list | tuple) and isinstance(count, int)
+            if is_repeated and len(text) * count > LONGEST_TEXT:
+                raise TemplateRuntimeError(f"it repeats a text {count} times")
+    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length()
+        if bits > LARGEST_POWER_BITS:
+            raise TemplateRuntimeError("it computes a number that is too large")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON; Jinja's own filter of this name writes it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
