@@ -1,5 +1,6 @@
 """What a checkpoint or a saved sparse matrix holds, with at most one tensor in memory at a time."""
 
+import dataclasses
 import json
 import math
 import os
@@ -10,16 +11,12 @@ import numpy as np
 
 from twell_numba import formats
 from twell_numba.errors import TwellError
-from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile, open_tensor_file
-from twell_numba.models.checkpoint import (
-    WEIGHTS_NAME,
-    load_config,
-    resolve_checkpoint,
-    stored_names,
-)
+from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile
+from twell_numba.models.checkpoint import load_config, resolve_checkpoint, stored_names
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.reading import is_file, require_readable, unreadable
 from twell_numba.models.sparse_tensors import VALUES_NAMES, tensor_names
+from twell_numba.models.weight_files import WeightFiles, open_weight_files
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 STATE_NAME = "training_state.json"
@@ -50,17 +47,15 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = resolve_checkpoint(path)
     config = load_config(folder)
-    weights_path = folder / WEIGHTS_NAME
-    require_readable(weights_path)
-    with open_tensor_file(weights_path) as file:
-        tensors = _tensor_headers(file)
-        ffn_layers = describe_ffn_layers(file, config)
+    with open_weight_files(folder) as files:
+        tensors = _tensor_headers(files)
+        ffn_layers = describe_ffn_layers(files, config)
+        there = files.tensors.keys()
     step = _training_step(folder / STATE_NAME)
-    there = {tensor["name"] for tensor in tensors}
     wanted = (name for names in stored_names(config).values() for name in names)
     return {
         "checkpoint": str(folder),
-        "config": vars(config),
+        "config": dataclasses.asdict(config),
         "parameters": config.parameter_count(),
         "bytes": sum(tensor["bytes"] for tensor in tensors),
         "tensors": tensors,
@@ -126,7 +121,9 @@ def row_length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return histogram
 
 
-def describe_ffn_layers(file: TensorFile, config: ModelConfig) -> list[dict[str, Any]]:
+def describe_ffn_layers(
+    file: TensorFile | WeightFiles, config: ModelConfig
+) -> list[dict[str, Any]]:
     """Return how the weights of each feedforward layer are stored.
 
     Returns
@@ -165,7 +162,9 @@ def describe_ffn_layers(file: TensorFile, config: ModelConfig) -> list[dict[str,
     return layers
 
 
-def _describe_ffn_weight(file: TensorFile, name: str, config: ModelConfig) -> dict[str, Any]:
+def _describe_ffn_weight(
+    file: TensorFile | WeightFiles, name: str, config: ModelConfig
+) -> dict[str, Any]:
     weight_format = config.ffn_weight_format
     names, values = [name], name
     if weight_format != "dense":
@@ -183,15 +182,15 @@ def _describe_ffn_weight(file: TensorFile, name: str, config: ModelConfig) -> di
     }
 
 
-def _tensor_headers(file: TensorFile) -> list[dict[str, Any]]:
+def _tensor_headers(files: WeightFiles) -> list[dict[str, Any]]:
     return [
         {
-            "name": name,
+            "name": files.stored_name(name),
             "shape": list(stored.shape),
             "dtype": stored.dtype,
             "bytes": _byte_count(stored),
         }
-        for name, stored in file.tensors.items()
+        for name, stored in files.tensors.items()
     ]
 
 

@@ -36,8 +36,11 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     if not exists(path):
         raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
     from twell_numba.infer import describe
+    from twell_numba.infer.silu_note import silu_note
+    from twell_numba.models.config import ModelConfig
+    from twell_numba.models.weight_files import INDEX_NAME, WEIGHTS_NAME
 
-    if Path(path).name == describe.WEIGHTS_NAME:
+    if Path(path).name in (WEIGHTS_NAME, INDEX_NAME):
         path = str(Path(path).parent)
     is_matrix = is_file(path)
     if picture is not None and not is_matrix:
@@ -48,8 +51,10 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     else:
         description = describe.describe_checkpoint(path)
         show = _show_checkpoint
-        if remark := _remark(description):
-            note(remark)
+        config = ModelConfig(**description["config"])
+        for remark in (_remark(description), silu_note(config, path)):
+            if remark:
+                note(remark)
     if picture is not None:
         from twell_numba.formats import load
         from twell_numba.infer.plot import plot_matrix

@@ -7,7 +7,7 @@ Feedforward weights that are held sparse are stored as the arrays of their forma
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from twell_numba.models.huggingface import (
     to_file_layout,
     to_huggingface,
 )
-from twell_numba.models.published_layout import neuron_major, parameter_name
+from twell_numba.models.published_layout import neuron_major
 from twell_numba.models.reading import exists, is_file, is_folder, is_gguf, unreadable
 from twell_numba.models.sparse_tensors import (
     VALUES_NAMES,
@@ -40,7 +40,12 @@ from twell_numba.models.sparse_tensors import (
 )
 from twell_numba.models.tokenizer import TextTokenizer, load_tokenizer
 from twell_numba.models.transformer import Transformer
-from twell_numba.models.weight_files import WEIGHTS_NAME, open_weight_files, to_dtype
+from twell_numba.models.weight_files import (
+    WEIGHTS_NAME,
+    WeightFiles,
+    open_weight_files,
+    to_dtype,
+)
 
 CONFIG_NAME = "config.json"
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -308,29 +313,30 @@ def _load_weights(
     with open_weight_files(folder) as files:
         path = files.path
         fetch = files.map if mapped else files.read
-        stored_name = {parameter_name(name): name for name in files.tensors}
-        if config.tied_embeddings:
-            _drop_copy_of_tied_head(path, stored_name, fetch)
+        there = {name for name in files.tensors if not name.endswith(IGNORED_SUFFIX)}
+        if config.tied_embeddings and "lm_head.weight" in there:
+            there.remove("lm_head.weight")
+            _require_copy_of_embedding(files)
         names = stored_names(config)
-        _require_names(path, stored_name, [each for group in names.values() for each in group])
+        _require_names(path, there, [each for group in names.values() for each in group])
 
         def load(name: str, shape: tuple[int, ...]) -> Operand:
             if names[name] == [name]:  # the arrays of a sparse weight have longer names
-                return _dense_weight(path, name, stored_name[name], shape, fetch, dtype)
-            stored = {each: fetch(stored_name[each]) for each in names[name]}
-            return _sparse_weight(path, name, config, stored)
+                dense = _neuron_major(files, name, fetch(name), shape)
+                return to_dtype(dense, dtype)
+            return _sparse_weight(path, name, config, {each: fetch(each) for each in names[name]})
 
-        shapes = config.parameter_shapes()
         with ThreadPoolExecutor(thread_count()) as threads:
-            loaded = threads.map(lambda item: (item[0], load(*item)), shapes.items())
+            loaded = threads.map(
+                lambda item: (item[0], load(*item)), config.parameter_shapes().items()
+            )
             weights = dict(loaded)
     _require_one_block_size(path, weights)
     return weights
 
 
-def _require_names(path: Path, stored_names: Iterable[str], wanted: list[str]) -> None:
+def _require_names(path: Path, there: set[str], wanted: list[str]) -> None:
     """Refuse a file that lacks a tensor of the model or has another one."""
-    there = {name for name in stored_names if not name.endswith(IGNORED_SUFFIX)}
     if missing := [name for name in wanted if name not in there]:
         raise TwellError(
             f"{path} has no tensor {missing[0]} ({len(missing)} of {len(wanted)} are missing): "
@@ -343,27 +349,23 @@ def _require_names(path: Path, stored_names: Iterable[str], wanted: list[str]) -
         )
 
 
-def _dense_weight(
-    path: Path,
-    name: str,
-    stored_name: str,
-    shape: tuple[int, ...],
-    fetch: Callable[[str], np.ndarray],
-    dtype: np.dtype,
+def _neuron_major(
+    files: WeightFiles, name: str, stored: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
-    stored = fetch(stored_name)
-    _require_float(path, stored_name, stored)
+    """Return a view of a tensor in the layout of memory, of the shape that is wanted there."""
+    stored_name = files.stored_name(name)
+    _require_float(files.path, stored_name, stored)
     if stored_name != name:
         try:
-            return to_dtype(neuron_major(stored_name, stored, shape), dtype)
+            return neuron_major(stored_name, stored, shape)
         except TwellError as error:
-            raise TwellError(f"{path} has {error}") from None
+            raise TwellError(f"{files.path} has {error}") from None
     if stored.shape != file_shape(name, shape):
         raise TwellError(
-            f"{path} has {name} of shape {stored.shape}, shape {file_shape(name, shape)} "
+            f"{files.path} has {name} of shape {stored.shape}, shape {file_shape(name, shape)} "
             f"wanted by the {CONFIG_NAME} beside it"
         )
-    return to_dtype(to_file_layout(name, stored), dtype)
+    return to_file_layout(name, stored)
 
 
 def _sparse_weight(
@@ -404,16 +406,11 @@ def _require_float(path: Path, name: str, stored: np.ndarray) -> None:
         )
 
 
-def _drop_copy_of_tied_head(
-    path: Path, stored_name: dict[str, str], fetch: Callable[[str], np.ndarray]
-) -> None:
-    """Forget an output head that some tools write again beside the embedding it is tied to."""
-    head, table = (stored_name.get(name) for name in ("lm_head.weight", EMBEDDING_NAME))
-    if head is None:
-        return
-    del stored_name["lm_head.weight"]
-    if table is not None and not np.array_equal(fetch(head), fetch(table)):
+def _require_copy_of_embedding(files: WeightFiles) -> None:
+    """Refuse an output head that is not the embedding it is tied to, beside which some write it."""
+    has_table = EMBEDDING_NAME in files.tensors
+    if has_table and not np.array_equal(files.map("lm_head.weight"), files.map(EMBEDDING_NAME)):
         raise TwellError(
-            f"{path} has an lm_head.weight that differs from the embedding it is tied to: set "
-            f"tie_word_embeddings to false in {CONFIG_NAME} if it is a head of its own"
+            f"{files.path} has an lm_head.weight that differs from the embedding it is tied to: "
+            f"set tie_word_embeddings to false in {CONFIG_NAME} if it is a head of its own"
         )

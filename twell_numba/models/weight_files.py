@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 
 from twell_numba.errors import TwellError
 from twell_numba.formats.tensor_file import StoredTensor, TensorFile, open_tensor_file
+from twell_numba.models.published_layout import parameter_name
 from twell_numba.models.reading import is_file, require_readable, unreadable
 
 WEIGHTS_NAME = "model.safetensors"
@@ -19,38 +20,44 @@ _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class WeightFiles:
-    """Open files of weights.
+    """Open files of weights, of which tensors are asked for by their parameter's name.
 
     Attributes
     ----------
     path : Path
         The file, or the index of the files: what messages name.
-    tensors : dict of str to StoredTensor
     """
 
     def __init__(self, path: Path, files: list[TensorFile]) -> None:
         self.path = path
-        self._file_of: dict[str, TensorFile] = {}
+        self._place: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
-            for name in file.tensors:
-                if name in self._file_of:
+            for stored_name in file.tensors:
+                name = parameter_name(stored_name)
+                if name in self._place:
                     raise TwellError(
-                        f"{path} leads to two files with a tensor {name}: fetch the model again"
+                        f"{path} leads to two tensors for {name}: fetch or save the model again"
                     )
-                self._file_of[name] = file
+                self._place[name] = (file, stored_name)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """What the files' headers say of each tensor."""
-        return {name: file.tensors[name] for name, file in self._file_of.items()}
+        return {name: file.tensors[stored] for name, (file, stored) in self._place.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a parameter's tensor has in its file."""
+        return self._place[name][1]
 
     def read(self, name: str) -> np.ndarray:
         """Return a copy of a tensor."""
-        return self._file_of[name].read(name)
+        file, stored_name = self._place[name]
+        return file.read(stored_name)
 
     def map(self, name: str) -> np.ndarray:
         """Return a tensor in the memory of its file, see :meth:`TensorFile.map`."""
-        return self._file_of[name].map(name)
+        file, stored_name = self._place[name]
+        return file.map(stored_name)
 
 
 @contextmanager
