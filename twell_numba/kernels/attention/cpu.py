@@ -199,7 +199,7 @@ def _forward_by_query(q, k, v, y, log_sum_exp, start, stop):
 
 
 @jit(forceinline=True)
-def _products(rows, columns, count, out):
+def products(rows, columns, count, out):
     """out[r, i] = sum_d rows[r, d] columns[d, i], for r < count."""
     for r in range(0, count, 4):
         out[r : r + 4] = 0
@@ -223,7 +223,7 @@ def _products(rows, columns, count, out):
 
 
 @jit(forceinline=True)
-def _add_combinations(rows, weights, count, out):
+def add_combinations(rows, weights, count, out):
     """out[d, i] += sum_r rows[r, d] weights[r, i], over r < count."""
     for r in range(0, count, 4):
         for d in range(0, rows.shape[1], 4):
@@ -256,7 +256,7 @@ def _load(source, factor, rows):
 
 
 @jit
-def _load_transposed(source, factor, columns):
+def load_transposed(source, factor, columns):
     """columns[d, i] = source[i, d] * factor; the rest of columns is made zero."""
     count, width = source.shape
     columns[:] = 0
@@ -266,7 +266,7 @@ def _load_transposed(source, factor, columns):
 
 
 @jit
-def _round_up(count):
+def round_up(count):
     return (count + 3) // 4 * 4
 
 
@@ -278,7 +278,7 @@ def _forward_by_block(q, k, v, y, log_sum_exp, start, stop):
     blocks = (queries + BLOCK - 1) // BLOCK
     number = q.dtype.type
     scale = number(1) / np.sqrt(number(width))
-    padded_width = _round_up(width)
+    padded_width = round_up(width)
     q_columns = np.empty((padded_width, BLOCK), q.dtype)
     y_columns = np.empty((padded_width, BLOCK), q.dtype)
     rows = np.empty((BLOCK, padded_width), q.dtype)
@@ -295,15 +295,15 @@ def _forward_by_block(q, k, v, y, log_sum_exp, start, stop):
         seen_by_first = keys - queries + first + 1
         seen = seen_by_first + count - 1
 
-        _load_transposed(q[b, first : first + count, h], scale, q_columns)
+        load_transposed(q[b, first : first + count, h], scale, q_columns)
         y_columns[:] = 0
         maximum[:] = -np.inf
         normalizer[:] = 0
         for first_key in range(0, seen, BLOCK):
             key_count = min(BLOCK, seen - first_key)
-            padded_count = _round_up(key_count)
+            padded_count = round_up(key_count)
             _load(k[b, first_key : first_key + key_count, g], number(1), rows)
-            _products(rows, q_columns, padded_count, p)
+            products(rows, q_columns, padded_count, p)
             for j in range(max(0, seen_by_first - first_key), padded_count):
                 p[j, : min(BLOCK, first_key + j - seen_by_first + 1)] = -np.inf
 
@@ -324,7 +324,7 @@ def _forward_by_block(q, k, v, y, log_sum_exp, start, stop):
                     p[j, i] = exponential(p[j, i] - maximum[i])
                     normalizer[i] += p[j, i]
             _load(v[b, first_key : first_key + key_count, g], number(1), rows)
-            _add_combinations(rows, p, padded_count, y_columns)
+            add_combinations(rows, p, padded_count, y_columns)
 
         for i in range(count):
             log_sum_exp[b, h, first + i] = maximum[i] + np.log(normalizer[i])
@@ -345,7 +345,7 @@ def _backward(dy, q, k, v, log_sum_exp, row_sums, dq, dk, dv, start, stop):
     offset = keys - queries
     number = q.dtype.type
     scale = number(1) / np.sqrt(number(width))
-    padded_width = _round_up(width)
+    padded_width = round_up(width)
     k_rows = np.empty((BLOCK, padded_width), q.dtype)
     q_rows = np.empty((BLOCK, padded_width), q.dtype)
     dy_rows = np.empty((BLOCK, padded_width), q.dtype)
@@ -362,8 +362,8 @@ def _backward(dy, q, k, v, log_sum_exp, row_sums, dq, dk, dv, start, stop):
         for first_key in range(0, keys, BLOCK):
             key_count = min(BLOCK, keys - first_key)
             _load(k[b, first_key : first_key + key_count, g], scale, k_rows)
-            _load_transposed(k[b, first_key : first_key + key_count, g], number(1), k_columns)
-            _load_transposed(v[b, first_key : first_key + key_count, g], number(1), v_columns)
+            load_transposed(k[b, first_key : first_key + key_count, g], number(1), k_columns)
+            load_transposed(v[b, first_key : first_key + key_count, g], number(1), v_columns)
             dk_columns[:] = 0
             dv_columns[:] = 0
             # the first block of queries of which one sees the first key
@@ -371,11 +371,11 @@ def _backward(dy, q, k, v, log_sum_exp, row_sums, dq, dk, dv, start, stop):
             for h in range(g * heads_per_group, (g + 1) * heads_per_group):
                 for first in range(first_block, queries, BLOCK):
                     count = min(BLOCK, queries - first)
-                    padded_count = _round_up(count)
+                    padded_count = round_up(count)
                     _load(q[b, first : first + count, h], scale, q_rows)
                     _load(dy[b, first : first + count, h], number(1), dy_rows)
-                    _products(q_rows, k_columns, padded_count, p)
-                    _products(dy_rows, v_columns, padded_count, ds)
+                    products(q_rows, k_columns, padded_count, p)
+                    products(dy_rows, v_columns, padded_count, ds)
                     p[count:] = 0
                     ds[count:] = 0
                     for i in range(count):
@@ -387,13 +387,13 @@ def _backward(dy, q, k, v, log_sum_exp, row_sums, dq, dk, dv, start, stop):
                         p[i, unseen:] = 0
                         for j in range(BLOCK):
                             ds[i, j] = p[i, j] * (ds[i, j] - row_sum)
-                    _add_combinations(dy_rows, p, padded_count, dv_columns)
-                    _add_combinations(q_rows, ds, padded_count, dk_columns)
+                    add_combinations(dy_rows, p, padded_count, dv_columns)
+                    add_combinations(q_rows, ds, padded_count, dk_columns)
                     for j in range(BLOCK):
                         for i in range(BLOCK):
                             ds_transposed[j, i] = ds[i, j]
                     dq_columns[:] = 0
-                    _add_combinations(k_rows, ds_transposed, _round_up(key_count), dq_columns)
+                    add_combinations(k_rows, ds_transposed, round_up(key_count), dq_columns)
                     for i in range(count):
                         for d in range(width):
                             dq[b, first + i, h, d] += dq_columns[d, i]
