@@ -112,7 +112,7 @@ def word_tokenizer() -> str:
         ("", "cannot be read as a tokenizer"),
         ("[1, 2]", "cannot be read as a tokenizer"),
         (json.dumps({"version": "1.0"}), "cannot be read as a tokenizer"),
-        (word_tokenizer(), "not a byte-level BPE"),
+        (word_tokenizer(), "a WordLevel, a BPE over bytes wanted"),
     ],
 )
 def test_bad_file_is_one_line(tmp_path: Path, content: str | None, message: str) -> None:

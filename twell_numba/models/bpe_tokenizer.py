@@ -9,20 +9,23 @@ import numpy as np
 import tokenizers
 
 from twell_numba.atomic import write_file_atomically
-from twell_numba.errors import TwellError
-from twell_numba.models.token_bytes import PRINTABLE_BYTES, byte_alphabet, byte_level_bytes
+from twell_numba.models.token_bytes import token_bytes
 from twell_numba.models.tokenizer_settings import TokenizerSettings
 
 FILE_NAME = "tokenizer.json"
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding (as in GPT-2), by the ``tokenizers`` library.
+    """Byte-pair encoding, by the ``tokenizers`` library.
+
+    Byte-level as of GPT-2, Llama 3 and Qwen2, or sentencepiece's with byte fallback as of Llama 2.
+    Either encodes every text, but for bytes that a byte-level vocabulary lacks (control
+    characters, see :data:`twell_numba.models.token_bytes.PRINTABLE_BYTES`), which it leaves out.
 
     Parameters
     ----------
     tokenizer : tokenizers.Tokenizer
-        Its vocabulary must hold all single bytes of printable text. It is kept, not copied.
+        It is kept, not copied.
     settings : TokenizerSettings, optional
         Which tokens begin and end a text, and the template of chats.
 
@@ -36,27 +39,16 @@ class BPETokenizer:
         self, tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings | None = None
     ) -> None:
         self.settings = settings or TokenizerSettings()
-        added = tokenizer.get_added_tokens_decoder()
-        vocabulary = {
-            text: token for text, token in tokenizer.get_vocab().items() if token not in added
-        }
-        alphabet = byte_alphabet()
-        if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel) or not all(
-            alphabet[byte] in vocabulary for byte in PRINTABLE_BYTES
-        ):
-            raise TwellError(
-                "this tokenizer is not a byte-level BPE over all bytes of printable text, the only "
-                "kind that is supported: train one with the byte-level alphabet, or use the byte "
-                "tokenizer"
-            )
+        kind = token_bytes(tokenizer)
         self._tokenizer = tokenizer
         self._lock = Lock()
-        self._bytes_of = byte_level_bytes(vocabulary)
-        for token, special in added.items():
-            self._bytes_of[token] = special.content.encode()
-        self.vocab_size = 1 + max(self._bytes_of)
+        self.vocab_size = 1 + max(kind.bytes_of)
+        self._bytes_of = [kind.bytes_of.get(token, b"") for token in range(self.vocab_size)]
+        self._blanks_put_in_front = kind.blanks_put_in_front
         self.special_tokens = {
-            special.content: token for token, special in added.items() if special.special
+            each.content: token
+            for token, each in tokenizer.get_added_tokens_decoder().items()
+            if each.special
         }
         self._prefix = self._tokens_before_a_text()
 
@@ -100,18 +92,28 @@ class BPETokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array([*self._prefix, *ids] if add_special_tokens else ids, np.int64)
 
-    def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
-        """Return the bytes that the tokens stand for.
+    def decode_bytes(self, tokens: Iterable[int] | np.ndarray, *, at_start: bool = False) -> bytes:
+        """Return the bytes that the tokens stand for; an id that is not in use has none.
+
+        Parameters
+        ----------
+        tokens : ints
+        at_start : bool
+            The tokens begin a text: leave out the blank that sentencepiece puts in front of a text.
+            Otherwise the bytes of some tokens and of those that follow are those of all of them.
 
         Raises
         ------
         ValueError
-            If a token is not in the vocabulary.
+            If a token is not in [0, vocab_size).
         """
-        try:
-            return b"".join(self._bytes_of[int(token)] for token in tokens)
-        except KeyError as error:
-            raise ValueError(f"token {error} given, one of the vocabulary wanted") from None
+        tokens = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise ValueError(f"tokens in [0, {self.vocab_size}) wanted, others given")
+        decoded = b"".join([self._bytes_of[token] for token in tokens.tolist()])
+        for _ in range(self._blanks_put_in_front if at_start else 0):
+            decoded = decoded.removeprefix(b" ")
+        return decoded
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``tokenizer.json``, and the settings beside it where there are any."""

@@ -72,8 +72,11 @@ class TextTokenizer(Protocol):
         """
         ...
 
-    def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
-        """Return the bytes that the tokens stand for."""
+    def decode_bytes(self, tokens: Iterable[int] | np.ndarray, *, at_start: bool = False) -> bytes:
+        """Return the bytes that the tokens stand for.
+
+        With ``at_start`` they begin a text: what encoding puts in front of a text is left out.
+        """
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -105,7 +108,7 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of ``text`` as token ids (int64); there are no special tokens."""
         return np.frombuffer(valid_unicode(text).encode(), np.uint8).astype(np.int64)
 
-    def decode_bytes(self, tokens: Iterable[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, tokens: Iterable[int] | np.ndarray, *, at_start: bool = False) -> bytes:
         """Return the bytes that the tokens stand for.
 
         Raises
