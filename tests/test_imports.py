@@ -40,7 +40,9 @@ ONLY_IN = {
     "matplotlib": {"infer"},
     "rich": {"cli", "train"},
     "safetensors": {"formats"},
+    "starlette": {"infer"},
     "threadpoolctl": {"device"},
+    "uvicorn": {"infer"},
 }
 
 FILES = [
@@ -128,7 +130,7 @@ def test_every_folder_of_code_is_a_listed_package() -> None:
 def test_only_declared_packages_are_imported() -> None:
     declared = {"numpy", "scipy", "numba", "llvmlite", "threadpoolctl", "ml_dtypes", "safetensors"}
     declared |= {"tokenizers", "click", "rich", "twell_numba"}
-    optional = GPU_PACKAGES | {"matplotlib"}
+    optional = GPU_PACKAGES | {"gguf", "jinja2", "matplotlib", "starlette", "uvicorn"}
     for parameters in FILES:
         path = parameters.values[1]
         assert isinstance(path, Path)

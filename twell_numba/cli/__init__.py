@@ -14,7 +14,10 @@ from twell_numba.cli.group import LazyGroup
 
 COMMANDS = {
     "train": "Train a sparse transformer.",
+    "sparsify": "Make a sparse model of a dense one.",
     "generate": "Stream text written by a trained model.",
+    "chat": "Talk with a model in the terminal.",
+    "serve": "Answer other programs over HTTP, as OpenAI's API does.",
     "eval": "Measure a model: loss, perplexity, sparsity by layer.",
     "inspect": "Show what a checkpoint or a saved matrix holds.",
     "convert": "Rewrite a checkpoint: sparse or dense weights, no dead neurons.",

@@ -18,7 +18,10 @@ INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 # What needs less memory, by command.
 _SMALLER = {
     "train": "a smaller preset, batch_size or context_length needs less",
+    "sparsify": "a smaller batch_size or context_length, or recompute=true, needs less",
     "generate": "a shorter prompt or a smaller model needs less",
+    "chat": "a smaller model needs less",
+    "serve": "a smaller model, or less for --cache-tokens, needs less",
     "convert": "a smaller model or fewer --windows needs less",
     "eval": "a smaller model or smaller --data needs less",
     "bench": "smaller sizes need less",

@@ -1,0 +1,210 @@
+"""``twell chat``: a conversation with a model in the terminal."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from twell_numba.cli.options import (
+    device_option,
+    dtype_of,
+    dtype_option,
+    ffn_path_option,
+    float8_option,
+    seed_option,
+)
+from twell_numba.cli.text import note
+from twell_numba.errors import TwellError
+
+if TYPE_CHECKING:
+    from twell_numba.infer.chat import Conversation
+
+
+@click.command("chat")
+@click.argument("run", metavar="RUN")
+@click.option("--system", metavar="TEXT", help="What the model is told first, and never forgets.")
+@click.option(
+    "--max-new-tokens",
+    type=int,
+    default=512,
+    show_default=True,
+    help="The longest answer.",
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="0 always takes the likeliest token; higher values vary more.",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Choose among so many likeliest tokens; 0: among all.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Choose among the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Choose among tokens of at least this fraction of the likeliest one's probability.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Above 1, tokens that have been used become less likely.",
+)
+@ffn_path_option
+@float8_option
+@seed_option(default=0, help="The same seed and messages give the same answers.")
+@device_option
+@dtype_option
+def chat(
+    run: str,
+    system: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    ffn_path: str,
+    float8: bool,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Talk with the model in RUN: a run folder, a checkpoint or a GGUF file.
+
+    /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer. When the conversation grows
+    longer than the model's context, its oldest messages are forgotten; a line says so. Where stdin
+    is no terminal, each of its lines is a message. Answers go to stdout, all else to stderr.
+
+    \b
+    Example:
+      twell chat runs/tiny-1 --system "Answer in one line."
+      echo "Hello" | twell chat runs/tiny-1
+    """
+    from twell_numba.infer.chat import NO_TEMPLATE, Conversation
+    from twell_numba.infer.engine import Engine
+    from twell_numba.infer.request import GenerationSettings
+    from twell_numba.models.checkpoint import load_model
+
+    settings = GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    settings.validate()
+    model, tokenizer = load_model(
+        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    )
+    if tokenizer.chat_template is None:
+        note(NO_TEMPLATE)
+    engine = Engine(model, tokenizer, max_sequences=1)
+    conversation = Conversation(engine, settings, system, on_notice=note)
+    if sys.stdin.isatty():
+        _talk(conversation)
+    else:
+        _answer_lines(conversation)
+
+
+def _answer_lines(conversation: "Conversation") -> None:
+    """Answer a script, in which nothing is stopped and every error ends."""
+    for line in sys.stdin.buffer:
+        message = line.decode(errors="replace").strip()
+        if message == "/exit":
+            break
+        if message == "/reset":
+            conversation.reset()
+        elif message:
+            conversation.ask(message, _show)
+            click.echo()
+
+
+def _talk(conversation: "Conversation") -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() then edits lines and remembers them
+    note("/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.")
+    for message in _typed_messages():
+        if message == "/reset":
+            conversation.reset()
+            continue
+        try:
+            with _interrupts() as is_interrupted:
+                conversation.ask(message, _show, is_interrupted)
+            click.echo()
+        except TwellError as error:
+            note(f"Error: {error}")
+
+
+def _typed_messages() -> Iterator[str]:
+    while True:
+        try:
+            message = input("> ").strip()
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            note("\n(/exit or Ctrl-D ends)")
+            continue
+        except UnicodeDecodeError:
+            note("That is not UTF-8 text.")
+            continue
+        if message == "/exit":
+            return
+        if message:
+            yield message
+
+
+@contextmanager
+def _interrupts() -> Iterator["Interrupts"]:
+    """Catch Ctrl-C while an answer is made; a second one ends the program."""
+    interrupts = Interrupts()
+    previous = signal.signal(signal.SIGINT, interrupts.catch)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Interrupts:
+    """Whether Ctrl-C has come; asked by calling it."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def __call__(self) -> bool:
+        return self._has_come
+
+    def catch(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        if self._has_come:
+            raise KeyboardInterrupt
+        self._has_come = True
+
+
+def _show(text: str) -> None:
+    from twell_numba.infer.text_stream import printable
+
+    # With color, click leaves a text as it is.
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
