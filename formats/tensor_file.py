@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 
 import numpy as np
@@ -133,8 +134,6 @@ class TensorFile:
     def __init__(self, file: safe_open, path: str | PathLike[str]) -> None:
         self._file = file
         self._path = path
-        self._content: np.ndarray | None = None
-        self._offsets: dict[str, int] = {}
         self.metadata: dict[str, str] = file.metadata() or {}
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         self.tensors = {
@@ -144,14 +143,21 @@ class TensorFile:
 
     def read(self, name: str) -> np.ndarray:
         """Return an array of the file: C-contiguous, writable, in native byte order."""
-        stored = self.tensors[name]
-        self._dtype(name)
+        dtype, shape = self._dtype(name), self.tensors[name].shape
         try:
-            return np.require(self._file.get_tensor(name), requirements=["C", "W"])
+            if sys.byteorder == "big":
+                return np.require(self._file.get_tensor(name), requirements=["C", "W"])
+            array = np.empty(shape, dtype)
         except ValueError as error:
             raise WrongFileError(
-                f"damaged: NumPy holds no array {name!r} of shape {stored.shape}"
+                f"damaged: NumPy holds no array {name!r} of shape {shape}"
             ) from error
+        # Through the library the file's memory would count as this process's beside the array's.
+        with open(self._path, "rb") as file:
+            file.seek(self._offsets[name])
+            if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+                raise WrongFileError(f"truncated while it was read, in array {name!r}")
+        return array
 
     def map(self, name: str) -> np.ndarray:
         """Return an array whose memory is the file's: only what is used of it is ever read.
@@ -164,14 +170,30 @@ class TensorFile:
         size = math.prod(shape) * dtype.itemsize
         if size == 0 or sys.byteorder == "big":
             return self.read(name)
-        if self._content is None:
-            self._content = np.asarray(np.memmap(self._path, np.uint8, mode="c"))
-            self._offsets = _offsets(self._content)
         start = self._offsets[name]
         array = self._content[start : start + size]
         if array.ctypes.data % dtype.itemsize:
             return self.read(name)
         return array.view(dtype).reshape(shape)
+
+    @cached_property
+    def _content(self) -> np.ndarray:
+        return np.asarray(np.memmap(self._path, np.uint8, mode="c"))
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        """Where each array begins in the file, which the library has found to be sound.
+
+        A file is the length of a header in 8 bytes, the header in JSON, and the arrays.
+        """
+        with open(self._path, "rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
+        return {
+            name: 8 + header_size + entry["data_offsets"][0]
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
 
     def _dtype(self, name: str) -> np.dtype:
         stored = self.tensors[name]
@@ -180,20 +202,6 @@ class TensorFile:
                 f"array {name!r} of dtype {stored.dtype} given, one of {_ACCEPTED} wanted"
             )
         return DTYPES[stored.dtype]
-
-
-def _offsets(content: np.ndarray) -> dict[str, int]:
-    """Return where each array begins in a file that the library has found to be sound.
-
-    A file is the length of a header in 8 bytes, the header in JSON, and the arrays.
-    """
-    header_size = int.from_bytes(content[0:8].tobytes(), "little")
-    header = json.loads(content[8 : 8 + header_size].tobytes())
-    return {
-        name: 8 + header_size + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 def _laid_out(name: str, array: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,7 @@ def _load_weights(
     """
     with open_weight_files(folder) as files:
         path = files.path
-        fetch = files.map if mapped else files.read
+        fetch = partial(files.map, dtype=dtype) if mapped else files.read
         there = {name for name in files.tensors if not name.endswith(IGNORED_SUFFIX)}
         if config.tied_embeddings and "lm_head.weight" in there:
             there.remove("lm_head.weight")
@@ -409,7 +410,7 @@ def _require_float(path: Path, name: str, stored: np.ndarray) -> None:
 def _require_copy_of_embedding(files: WeightFiles) -> None:
     """Refuse an output head that is not the embedding it is tied to, beside which some write it."""
     has_table = EMBEDDING_NAME in files.tensors
-    if has_table and not np.array_equal(files.map("lm_head.weight"), files.map(EMBEDDING_NAME)):
+    if has_table and not np.array_equal(files.read("lm_head.weight"), files.read(EMBEDDING_NAME)):
         raise TwellError(
             f"{files.path} has an lm_head.weight that differs from the embedding it is tied to: "
             f"set tie_word_embeddings to false in {CONFIG_NAME} if it is a head of its own"

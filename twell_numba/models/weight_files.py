@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from twell_numba.errors import TwellError
-from twell_numba.formats.tensor_file import StoredTensor, TensorFile, open_tensor_file
+from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile, open_tensor_file
 from twell_numba.models.published_layout import parameter_name
 from twell_numba.models.reading import is_file, require_readable, unreadable
 
@@ -54,10 +54,14 @@ class WeightFiles:
         file, stored_name = self._place[name]
         return file.read(stored_name)
 
-    def map(self, name: str) -> np.ndarray:
-        """Return a tensor in the memory of its file, see :meth:`TensorFile.map`."""
+    def map(self, name: str, dtype: DTypeLike) -> np.ndarray:
+        """Return a tensor in the memory of its file, if that holds numbers of a dtype.
+
+        Else a copy of it, to be converted. See :meth:`TensorFile.map`.
+        """
         file, stored_name = self._place[name]
-        return file.map(stored_name)
+        is_of_dtype = DTYPES.get(file.tensors[stored_name].dtype) == np.dtype(dtype)
+        return file.map(stored_name) if is_of_dtype else file.read(stored_name)
 
 
 @contextmanager
