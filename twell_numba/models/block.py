@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from twell_numba.device.arrays import Array
-from twell_numba.layers.attention import Attention
+from twell_numba.layers.attention import Attention, KeyValueStore
 from twell_numba.layers.ffn import GatedFFN, TwoMatrixFFN
 from twell_numba.layers.parameter import Operand, Parameter
 from twell_numba.layers.rms_norm import RMSNorm
-from twell_numba.models.cache import LayerCache
 from twell_numba.models.config import ModelConfig
 
 
@@ -100,7 +99,13 @@ class Block:
         return middle, fed, backprop
 
     def step(
-        self, x: Array, addend: Array | None, batch: int, cos: Array, sin: Array, cache: LayerCache
+        self,
+        x: Array,
+        addend: Array | None,
+        batch: int,
+        cos: Array,
+        sin: Array,
+        cache: KeyValueStore,
     ) -> tuple[Array, Array]:
         """Return ``middle`` and ``fed`` for new tokens that also attend to those in the cache."""
         x, normed, _ = self.input_norm(x, addend)
