@@ -18,6 +18,7 @@ from twell_numba.models.checkpoint import (
     load_model,
     save_model,
 )
+from twell_numba.models.config import ModelConfig
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
@@ -62,6 +63,8 @@ def write_checkpoint(
         "clocks": clocks,
         "files": {name: file_checksum(folder / name) for name in (WEIGHTS_NAME, OPTIMIZER_NAME)},
     }
+    if trainer.config.initial_model:  # of which the settings describe only a part
+        state["model"] = dataclasses.asdict(trainer.model.config)
     (folder / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -112,17 +115,20 @@ def settings_of(folder: Path, state: dict[str, Any]) -> TrainConfig:
 
 
 def load_checkpoint_model(
-    folder: Path, config: TrainConfig, step: int
+    folder: Path, config: TrainConfig, step: int, state: dict[str, Any]
 ) -> tuple[Transformer, TextTokenizer]:
     """Return the model and tokenizer of a checkpoint, to train on after that step.
 
     Raises
     ------
     TwellError
-        If a file is missing or damaged, or the model is not the one that the settings describe.
+        If a file is missing or damaged, or the model is not the one that the settings describe, or,
+        where they describe only a part of it, the one that was saved.
     """
     model, tokenizer = load_model(folder, np.float32, config.ffn_path, keep_format=True)
     wanted = dataclasses.asdict(config.model_config(tokenizer.vocab_size))
+    if config.initial_model:
+        wanted |= _saved_model(folder, state)
     wanted["ffn_weight_format"] = config.weight_format_after(step)
     for name, value in dataclasses.asdict(model.config).items():
         if value != wanted[name]:
@@ -195,6 +201,14 @@ def file_checksum(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
+
+
+def _saved_model(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    saved = state.get("model")
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    if not isinstance(saved, dict) or not saved.keys() <= names:
+        raise _damaged(folder, f"model={saved!r}")
+    return saved
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

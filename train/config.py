@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.config import ModelConfig, shown
+from twell_numba.models.config import ACTIVATIONS, ModelConfig, shown
 from twell_numba.train.presets import PRESETS
 
 DEFAULT_PRESET = "tiny"
 FFN_PATHS = ("auto", "dense", "twell")
-TOKENIZERS = ("byte", "bpe")
+TOKENIZERS = ("byte", "bpe", "model")
 SPARSE_FORMATS = ("csr", "block_ell")
 PRECISIONS = ("auto", "float32", "bfloat16")
 BYTE_VOCAB_SIZE = 256
@@ -59,6 +59,9 @@ class TrainConfig:
 
     preset: str = _setting(DEFAULT_PRESET, "Run", "the preset these settings started from")
     data: str = _setting("stdlib", "Run", "stdlib, a text file, a folder or a prepared .bin")
+    initial_model: str = _setting(
+        "", "Run", "model to go on from, whose sizes the settings then are; empty: from scratch"
+    )
     seed: int = _setting(0, "Run", "seed of every random choice")
     steps: int = _setting(1000, "Run", "optimizer steps")
 
@@ -72,9 +75,14 @@ class TrainConfig:
     norm_eps: float = _setting(1e-5, "Model", "added to the mean square inside RMSNorm")
     tied_embeddings: bool = _setting(True, "Model", "the output head is the embedding table")
     ffn: str = _setting("gated", "Model", "gated or two_matrix")
+    activation: str = _setting(
+        "relu", "Model", "relu, relu2 or silu, whose hidden activations have no exact zeros"
+    )
     ffn_path: str = _setting("auto", "Model", "how feedforward layers run: auto, dense or twell")
 
-    tokenizer: str = _setting("byte", "Data", "byte, or bpe trained on the training text")
+    tokenizer: str = _setting(
+        "byte", "Data", "byte, bpe trained on the training text, or model: that of initial_model"
+    )
     bpe_vocab_size: int = _setting(4096, "Data", "token ids of a bpe tokenizer")
     batch_size: int = _setting(16, "Data", "sequences in a forward pass")
     gradient_accumulation: int = _setting(1, "Data", "forward passes in a step")
@@ -166,7 +174,11 @@ class TrainConfig:
         return self.l1_block > 0 or self.sparse_format == "block_ell"
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """Return the model these settings describe, for a tokenizer of ``vocab_size`` ids."""
+        """Return the model these settings describe, for a tokenizer of ``vocab_size`` ids.
+
+        With an ``initial_model`` that is not all of it: biases, and how rotary positions are
+        stretched, are the model's own.
+        """
         return ModelConfig(
             vocab_size=vocab_size,
             d_model=self.d_model,
@@ -179,6 +191,7 @@ class TrainConfig:
             norm_eps=self.norm_eps,
             tied_embeddings=self.tied_embeddings,
             ffn=self.ffn,
+            activation=self.activation,
         )
 
     def validate(self) -> None:
@@ -247,6 +260,7 @@ class TrainConfig:
             )
         for name, choices in (
             ("ffn_path", FFN_PATHS),
+            ("activation", ACTIVATIONS),
             ("tokenizer", TOKENIZERS),
             ("sparse_format", SPARSE_FORMATS),
             ("precision", PRECISIONS),
@@ -264,9 +278,23 @@ class TrainConfig:
             raise UsageError("data='' given; stdlib, a file, a folder or a prepared .bin wanted")
         if not self.sample_prompt:
             raise UsageError("sample_prompt='' given, at least one character wanted")
-        is_bpe = self.tokenizer == "bpe"
-        self.model_config(self.bpe_vocab_size if is_bpe else BYTE_VOCAB_SIZE).validate()
+        self._validate_model()
         self._validate_weight_sparsity()
+
+    def _validate_model(self) -> None:
+        if (self.tokenizer == "model") != bool(self.initial_model):
+            raise UsageError(
+                f"tokenizer={self.tokenizer} given with initial_model={self.initial_model!r}, "
+                f"tokenizer=model and a model wanted, or neither; 'twell sparsify MODEL' sets both"
+            )
+        if self.activation == "silu" and self.ffn_path == "twell":
+            raise UsageError(
+                "ffn_path=twell given with activation=silu, auto or dense wanted: SiLU leaves no "
+                "exact zeros to skip"
+            )
+        if not self.initial_model:
+            is_bpe = self.tokenizer == "bpe"
+            self.model_config(self.bpe_vocab_size if is_bpe else BYTE_VOCAB_SIZE).validate()
 
     def _validate_weight_sparsity(self) -> None:
         require_target_density("target_density", self.target_density)

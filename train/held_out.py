@@ -12,7 +12,7 @@ from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import validation_windows
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import encode_documents, load_text
-from twell_numba.train.prepared import SUFFIX, open_prepared, same_tokenizer
+from twell_numba.train.prepared import SUFFIX, open_prepared, require_same_tokenizer
 from twell_numba.train.run_folder import RunFolder
 
 # Where there are no settings of a run to say how many, and how long: logits of the whole context
@@ -94,9 +94,5 @@ def _held_out_tokens(data: str, tokenizer: TextTokenizer) -> tuple[np.ndarray, s
         text = load_text(data)
         return encode_documents(text.validation, tokenizer), text.name
     corpus = open_prepared(data)
-    if not same_tokenizer(corpus.tokenizer, tokenizer):
-        raise TwellError(
-            f"{data} was prepared with another tokenizer than the model's; "
-            f"give the text that it was made from"
-        )
+    require_same_tokenizer(data, corpus, tokenizer)
     return corpus.validation, corpus.name

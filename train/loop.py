@@ -35,11 +35,13 @@ from twell_numba.train.checkpoints import (
 from twell_numba.train.config import TrainConfig, require_resumable
 from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
 from twell_numba.train.failure import Diverged, StepFailed
+from twell_numba.train.ffn_paths import possible_paths
 from twell_numba.train.freezing import slowness, thinned_copy
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
-from twell_numba.train.prepared import SUFFIX, open_prepared
-from twell_numba.train.report import Reporter, reporter_for
+from twell_numba.train.prepared import SUFFIX, open_prepared, require_same_tokenizer
+from twell_numba.train.report import Reporter, before_table, reporter_for
 from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.sparsify import evaluate_initial_model, load_initial_model
 from twell_numba.train.sparsity import StepStatistics
 from twell_numba.train.tokenizer import make_tokenizer
 from twell_numba.train.trainer import StepResult, Trainer, compute_dtype
@@ -131,8 +133,11 @@ class _Run:
     def _start(self) -> dict[str, Any]:
         self._begin()
         self._compile()
+        before = self._measure_before() if self.config.initial_model else None
         # Only now is the folder made, so that a run that cannot start leaves none.
         with InterruptFlag() as interrupt, self.run.new(self.config), self.run.lock():
+            if before is not None:
+                self.run.write_before(before)
             return self._train(interrupt)
 
     def _resume(self) -> dict[str, Any]:
@@ -153,9 +158,13 @@ class _Run:
     def _begin(self) -> None:
         if self.config.tokenizer == "bpe":
             self.reporter.note(f"preparing {self.config.data} with a bpe tokenizer ...")
-        self.corpus = load_corpus(self.config)
+        model = tokenizer = None
+        if self.config.initial_model:
+            self.reporter.note(f"reading {self.config.initial_model} and {self.config.data} ...")
+            model, tokenizer = load_initial_model(self.config)
+        self.corpus = load_corpus(self.config, tokenizer)
         self._prepare_validation()
-        self.trainer = Trainer(self.config, self.corpus)
+        self.trainer = Trainer(self.config, self.corpus, model)
         self._move_to_device()
         self._report_start()
 
@@ -168,7 +177,7 @@ class _Run:
                 f"{self.run.path} has finished its {self.config.steps} steps; "
                 f"to train on, set more steps than {step}, or start a new run"
             )
-        model, tokenizer = load_checkpoint_model(checkpoint, self.config, step)
+        model, tokenizer = load_checkpoint_model(checkpoint, self.config, step, state)
         self.corpus = load_corpus(self.config, tokenizer)
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus, model)
@@ -176,6 +185,16 @@ class _Run:
         self.saved_step = step
         self._move_to_device()
         self._report_start()
+
+    def _measure_before(self) -> dict[str, Evaluation]:
+        """Measure the model that the run goes on from, as it was and with the run's activation."""
+        self.reporter.note("measuring the model before training ...")
+        model = self.trainer.model
+        source = evaluate_initial_model(self.config, self.windows, model.dtype, model.device)
+        before = {"source": source, "switched": self._evaluate()}
+        for title, text in before_table(before):
+            self.reporter.note(f"{title}: {text}")
+        return before
 
     def _move_to_device(self) -> None:
         if self.stream is not None:
@@ -277,9 +296,10 @@ class _Run:
             if is_last or interrupt.is_set or _is_due(step, self.config.checkpoint_interval):
                 self._save()
             if interrupt.signal_number is not None and not is_last:
+                command = "sparsify" if self.config.initial_model else "train"
                 raise Interrupted(
                     f"stopped after step {step} of {self.config.steps} and saved; go on with: "
-                    f"twell train --resume {shlex.quote(str(self.run.path))}",
+                    f"twell {command} --resume {shlex.quote(str(self.run.path))}",
                     interrupt.signal_number,
                 )
         assert evaluation is not None
@@ -393,6 +413,8 @@ class _Run:
             "device": self.trainer.model.device,
             "seed": self.config.seed,
         }
+        if self.config.initial_model:
+            summary["before"] = self.run.read_before()
         self.run.write_summary(summary)
         return summary
 
@@ -413,7 +435,8 @@ def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> 
     ----------
     config : TrainConfig
     tokenizer : optional
-        The one a resumed run was begun with; otherwise one is made as the settings say.
+        The one a resumed run was begun with, or that of the model it goes on from; otherwise one is
+        made as the settings say.
 
     Raises
     ------
@@ -421,7 +444,12 @@ def load_corpus(config: TrainConfig, tokenizer: TextTokenizer | None = None) -> 
         If the data cannot be used.
     """
     if Path(config.data).suffix == SUFFIX:
-        return open_prepared(config.data)
+        corpus = open_prepared(config.data)
+        if not config.initial_model or tokenizer is None:
+            return corpus
+        require_same_tokenizer(config.data, corpus, tokenizer)
+        # The model's own also knows its chat template.
+        return dataclasses.replace(corpus, tokenizer=tokenizer)
     text = load_text(config.data)
     tokenizer = tokenizer or make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
     return tokenize(text, tokenizer)
@@ -441,8 +469,7 @@ def compile_kernels(model: Transformer, window: np.ndarray) -> None:
     """
     chosen = model.ffn_path
     tokens = window[None, :]
-    is_choice = chosen == "auto" and model.weight_format == "dense"
-    for path in ("dense", "twell") if is_choice else (chosen,):
+    for path in possible_paths(model):
         model.ffn_path = path
         logits, backprop = model(tokens[:, :-1], l1_scale=1.0)
         _, dlogits = cross_entropy_loss(logits, tokens[:, 1:].ravel())

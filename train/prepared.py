@@ -246,6 +246,20 @@ def _require_known_tokens(path: Path, tokens: np.ndarray, vocab_size: int) -> No
         )
 
 
+def require_same_tokenizer(data: str, corpus: TokenCorpus, tokenizer: TextTokenizer) -> None:
+    """Refuse prepared data of which a model's tokenizer would have made other tokens.
+
+    Raises
+    ------
+    TwellError
+    """
+    if not same_tokenizer(corpus.tokenizer, tokenizer):
+        raise TwellError(
+            f"{data} was prepared with another tokenizer than the model's; "
+            f"give the text that it was made from"
+        )
+
+
 def same_tokenizer(first: TextTokenizer, second: TextTokenizer) -> bool:
     """Say whether two tokenizers give the same ids, as their ``tokenizer.json`` is the same."""
     return _tokenizer_json(first) == _tokenizer_json(second)

@@ -106,6 +106,22 @@ def _paper(n_layers: int, steps: int) -> dict[str, Any]:
     }
 
 
+# Of 'twell sparsify', which takes sizes and tokenizer from the model that it goes on from.
+_SPARSIFY: dict[str, Any] = {
+    "steps": 1000,
+    "batch_size": 8,
+    "context_length": 128,
+    "tokenizer": "model",
+    "learning_rate": 3e-4,
+    "warmup_steps": 50,
+    "weight_decay": 0.01,
+    "l1_activation": 1e-2,
+    "l1_warmup_steps": 300,
+    "eval_interval": 100,
+    "checkpoint_interval": 500,
+}
+
+SPARSIFY = "sparsify"
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _TINY,
     "tiny-weight-sparse": _TINY_WEIGHT_SPARSE,
@@ -115,4 +131,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-1b": _paper(n_layers=18, steps=20_000),
     "paper-1.5b": _paper(n_layers=28, steps=30_000),
     "paper-2b": _paper(n_layers=38, steps=40_000),
+    SPARSIFY: _SPARSIFY,
 }

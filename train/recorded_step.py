@@ -32,6 +32,7 @@ from twell_numba.kernels.cuda_sums import add_into, add_time, or_into
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
+from twell_numba.train.ffn_paths import possible_paths
 from twell_numba.train.measured import Measured
 from twell_numba.train.optimizer import AdamW
 from twell_numba.train.sparsity import StepStatistics
@@ -144,8 +145,7 @@ class RecordedStep:
         self._l1_scale.fill_with_zeros()
         self._tokens.fill_with_zeros()
         chosen = self._model.ffn_path
-        is_choice = chosen == "auto" and self._model.weight_format == "dense"
-        for path in ("twell", "dense") if is_choice else (chosen,):
+        for path in possible_paths(self._model):
             self._model.ffn_path = path
             self._micro_batch()
         self._model.ffn_path = chosen

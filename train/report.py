@@ -286,10 +286,24 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02}m"
 
 
+def before_table(before: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return a row for each measurement of the model that a run goes on from (``before.json``)."""
+    titles = {"source": "the model as it was", "switched": "with the new activation"}
+    return [
+        (
+            titles[name],
+            f"validation loss {measured['loss']:.4f}, "
+            f"activation sparsity {measured['ffn_activation_sparsity']:.2%}",
+        )
+        for name, measured in before.items()
+    ]
+
+
 def summary_table(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the table that ends a run."""
     speed = summary["tokens_per_second"]
     return [
+        *before_table(summary.get("before") or {}),
         ("validation loss", f"{summary['loss']:.4f} nats a token"),
         ("perplexity", f"{summary['perplexity']:.3f}"),
         ("bits per byte", f"{summary['bits_per_byte']:.4f}"),

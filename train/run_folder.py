@@ -5,6 +5,7 @@
 ``metrics.jsonl``            one JSON object a logged step
 ``samples/step-N.txt``       text written by the model after step N
 ``checkpoints/step-N/``      the model as other tools open it, and what resuming needs
+``before.json``              figures of the model that the run goes on from, if there is one
 ``summary.json``             the finished run's figures
 ``.lock``                    empty; locked by the process that is training
 ===========================  =================================================================
@@ -53,6 +54,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_path = self.path / SETTINGS_NAME
         self.metrics_path = self.path / "metrics.jsonl"
+        self.before_path = self.path / "before.json"
         self.summary_path = self.path / "summary.json"
         self.samples_path = self.path / "samples"
         self.checkpoints_path = self.path / CHECKPOINTS_NAME
@@ -223,6 +225,19 @@ class RunFolder:
         with write_file_atomically(self.summary_path) as temporary:
             temporary.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
 
+    def write_before(self, before: Mapping[str, Any]) -> None:
+        """Write ``before.json``."""
+        with write_file_atomically(self.before_path) as temporary:
+            temporary.write_text(to_json(before, indent=2) + "\n", encoding="utf-8")
+
+    def read_before(self) -> dict[str, Any] | None:
+        """Return what ``before.json`` holds; None if it is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads(self.before_path.read_text(encoding="utf-8"))
+            if isinstance(before, dict):
+                return before
+        return None
+
     def checkpoint_path(self, step: int) -> Path:
         """Return where the checkpoint of a step is or will be."""
         return self.checkpoints_path / f"step-{step}"
@@ -279,7 +294,7 @@ class RunFolder:
 
     def _remove_if_unused(self, created: list[Path]) -> None:
         """Delete what :meth:`new` made, if nothing was added to it."""
-        files = {self.config_path, self.lock_path}
+        files = {self.config_path, self.lock_path, self.before_path}
         folders = {self.samples_path, self.checkpoints_path}
         with contextlib.suppress(OSError):
             used = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
@@ -308,6 +323,8 @@ ADDED_SETTINGS = frozenset(
         "precision",
         "recompute",
         "deterministic",
+        "activation",
+        "initial_model",
     }
 )
 

@@ -1,13 +1,14 @@
 """``twell train``: train a model, or go on with a run."""
 
-import json
-
 import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
-from twell_numba.cli.text import note
-from twell_numba.errors import UsageError
-from twell_numba.strict_json import to_json
+from twell_numba.cli.training import (
+    as_overrides,
+    refuse_with_resume,
+    require_run_name,
+    run_and_print,
+)
 
 
 @click.command("train")
@@ -76,17 +77,13 @@ def train(
       twell train --device cuda --set precision=float32
       twell train --resume runs/tiny-1
     """
-    if out is not None and not out.strip():
-        raise UsageError(f"--out {out!r} given, the name of a new run folder wanted")
+    require_run_name(out)
     named = {"data": data, "steps": steps, "target_density": target_density, "seed": seed}
+    given = [*overrides, *as_overrides(named)]
     if deterministic:
-        named["deterministic"] = "true"
-    given = [
-        *overrides,
-        *(_override(key, value) for key, value in named.items() if value is not None),
-    ]
+        given.append("deterministic=true")
     if resume is not None:
-        _refuse_with_resume({"--preset": preset, "--config": config_file, "--out": out})
+        refuse_with_resume({"--preset": preset, "--config": config_file, "--out": out})
     from twell_numba.train.config import resolve, with_overrides
     from twell_numba.train.run_folder import RunFolder, next_run_path
 
@@ -97,37 +94,6 @@ def train(
         config = resolve(preset, config_file, given)
         folder = out or str(next_run_path(config.preset))
         RunFolder(folder).require_new()  # before the seconds that loading Numba takes
-    from twell_numba.device.memory import keep_freed_memory
-    from twell_numba.train.loop import train as run_training
-    from twell_numba.train.report import Reporter, closing_lines, print_summary
-
-    keep_freed_memory()
-    summary = run_training(
-        config,
-        folder,
-        resume=resume is not None,
-        report=Reporter() if quiet else None,
-        device=device,
+    run_and_print(
+        config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
     )
-    if as_json:
-        click.echo(to_json({"run": folder, **summary}, indent=2))
-    else:
-        print_summary(summary)
-    if not quiet:
-        for line in closing_lines(config, folder):
-            note(line)
-
-
-def _override(key: str, value: str | int) -> str:
-    # Quoted, so that a path keeps blanks and quotes of its own.
-    written = json.dumps(value, ensure_ascii=False) if key == "data" else value
-    return f"{key}={written}"
-
-
-def _refuse_with_resume(options: dict[str, str | None]) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise UsageError(
-                f"{option} {value} given with --resume, which goes on with the run's own settings "
-                f"in its own folder; leave it out, or start a new run without --resume"
-            )
