@@ -3,9 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 from click.testing import CliRunner, Result
 
 from twell_numba.cli import twell
+from twell_numba.models.checkpoint import save_model
+from twell_numba.models.config import ModelConfig
+from twell_numba.models.transformer import Transformer
+from twell_numba.train.prepared import open_prepared, same_tokenizer
+from twell_numba.train.tokenizer import train_bpe
 
 
 def invoke(*arguments: object) -> Result:
@@ -63,3 +69,24 @@ def test_a_vocabulary_far_too_large_is_one_line(tmp_path: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert "--bpe-vocab-size" in line
     assert not destination.exists()
+
+
+def test_a_models_own_tokenizer(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["some text to learn from\n"] * 40, 270)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        d_model=8,
+        d_ffn=16,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        context_length=8,
+    )
+    model = Transformer(config, np.random.default_rng(0))
+    save_model(tmp_path / "model", model, tokenizer)
+    destination = tmp_path / "text.bin"
+    result = invoke(
+        "prepare", write_text(tmp_path), destination, "--tokenizer-of", tmp_path / "model"
+    )
+    assert result.exit_code == 0, result.output
+    assert same_tokenizer(open_prepared(destination).tokenizer, tokenizer)

@@ -39,23 +39,41 @@ def data() -> None:
     show_default=True,
     help="Token ids of a bpe tokenizer.",
 )
+@click.option(
+    "--tokenizer-of",
+    "model",
+    metavar="MODEL",
+    help="Take the tokenizer of this model instead, as 'twell sparsify MODEL' wants it.",
+)
 @common_options
 @json_option
 def prepare(
-    source: str, destination: str, tokenizer: str, bpe_vocab_size: int, as_json: bool
+    source: str,
+    destination: str,
+    tokenizer: str,
+    bpe_vocab_size: int,
+    model: str | None,
+    as_json: bool,
 ) -> None:
     """Tokenize SRC once into DST, a .bin file that training maps into memory.
 
     SRC is stdlib (this Python's own library source), a text file or a folder of text files.
 
     \b
-    Example:
+    Examples:
       twell data prepare stdlib stdlib.bin --tokenizer bpe
+      twell data prepare my-texts/ my-texts.bin --tokenizer-of models/SmolLM2-135M
     """
     from twell_numba.train import prepared
 
     _print_description(
-        prepared.prepare(source, destination, tokenizer=tokenizer, bpe_vocab_size=bpe_vocab_size),
+        prepared.prepare(
+            source,
+            destination,
+            tokenizer=tokenizer,
+            bpe_vocab_size=bpe_vocab_size,
+            model=model,
+        ),
         as_json,
     )
 
