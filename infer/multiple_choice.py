@@ -13,8 +13,7 @@ that short choices have.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -22,13 +21,16 @@ from twell_numba.device.arrays import to_host
 from twell_numba.errors import TwellError
 from twell_numba.infer.questions import Question
 from twell_numba.kernels.cross_entropy import cross_entropy
+from twell_numba.models.paged_cache import PAGE_SIZE, PagedKVCache
+from twell_numba.models.ragged import Chunk, row_logits
 from twell_numba.models.tokenizer import TextTokenizer, valid_unicode
 from twell_numba.models.transformer import Transformer
 
 DEFAULT_SEPARATOR = " "
-# Padded tokens of a batch: enough for products of full speed, and few enough for their logits to
-# fit any memory where the vocabulary is large.
+# Enough for products of full speed, and few enough for their logits to fit any memory where the
+# vocabulary is large.
 DEFAULT_BATCH_TOKENS = 2048
+_T = TypeVar("_T")
 
 
 class TaskResult(TypedDict):
@@ -170,6 +172,9 @@ def score_choices(
 ) -> list[np.ndarray]:
     """Return the sum of log probabilities of each question's choices, float64.
 
+    The prefix of a question is computed once, but for the tokens of its last page of keys and
+    values, which each choice goes on writing.
+
     Parameters
     ----------
     model : Transformer
@@ -178,82 +183,121 @@ def score_choices(
         As for :func:`answer_questions`.
     """
     scores = [np.zeros(len(question.choices)) for question in questions]
-    sequences = _sequences(questions)
-    total = sum(len(sequence.tokens) for sequence in sequences)
-    done = 0
-    for batch in _batches(sequences, batch_tokens):
-        _add_scores(model, batch, scores)
-        done += sum(len(sequence.tokens) for sequence in batch)
+    plans = [_plan(number, question) for number, question in enumerate(questions)]
+    total, done = sum(plan.token_count for plan in plans), 0
+    for batch in _groups(plans, lambda plan: plan.token_count, batch_tokens):
+        _add_batch(model, batch, batch_tokens, scores)
+        done += sum(plan.token_count for plan in batch)
         if progress is not None:
             progress(done, total)
     return scores
 
 
 class _Scored(NamedTuple):
-    """The tokens of a choice, and the place in a sequence of that before the first of them."""
+    """A choice, its tokens, and the place in a sequence of that before the first of them."""
 
-    question: int
     choice: int
     start: int
     targets: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """Tokens to feed, and the choices that can be scored by them."""
+class _Sequence(NamedTuple):
+    """Tokens to feed behind those that the choices share, and the choices scored by them."""
 
+    question: int
     tokens: np.ndarray
     scored: list[_Scored]
 
 
-def _sequences(questions: Sequence[EncodedQuestion]) -> list[_Sequence]:
-    """Return what is to be fed, longest first.
+class _Plan(NamedTuple):
+    """What is fed for a question: once what its choices share, then the rest for each."""
 
-    A choice whose tokens begin another one of the same question is scored along with that: so
-    choices of a single token take one sequence in all.
+    shared: np.ndarray
+    sequences: list[_Sequence]
+
+    @property
+    def token_count(self) -> int:
+        return len(self.shared) + sum(len(sequence.tokens) for sequence in self.sequences)
+
+
+def _plan(number: int, question: EncodedQuestion) -> _Plan:
+    """Plan a question; a choice whose tokens begin another one is scored along with that.
+
+    So choices of a single token take one sequence in all.
     """
+    prefix, choices = question.prefix, question.choices
+    shared = (len(prefix) - 1) // PAGE_SIZE * PAGE_SIZE  # only whole pages can be shared
     sequences: list[_Sequence] = []
-    for number, question in enumerate(questions):
-        own: list[_Sequence] = []
-        for choice in sorted(range(len(question.choices)), key=lambda n: -len(question.choices[n])):
-            targets = question.choices[choice]
-            tokens = np.concatenate([question.prefix, targets[:-1]])
-            place = _Scored(number, choice, len(question.prefix) - 1, targets)
-            longer = next((each for each in own if _begins(each.tokens, tokens)), None)
-            if longer is None:
-                own.append(_Sequence(tokens, [place]))
-            else:
-                longer.scored.append(place)
-        sequences += own
-    return sorted(sequences, key=lambda sequence: -len(sequence.tokens))
+    for choice in sorted(range(len(choices)), key=lambda number: -len(choices[number])):
+        targets = choices[choice]
+        tokens = np.concatenate([prefix[shared:], targets[:-1]])
+        scored = _Scored(choice, len(prefix) - 1 - shared, targets)
+        longer = next((each for each in sequences if _begins(each.tokens, tokens)), None)
+        if longer is None:
+            sequences.append(_Sequence(number, tokens, [scored]))
+        else:
+            longer.scored.append(scored)
+    return _Plan(prefix[:shared], sequences)
 
 
-def _batches(sequences: list[_Sequence], batch_tokens: int) -> Iterator[list[_Sequence]]:
-    """Yield sequences together that have about the same length; the first of each is longest."""
-    start = 0
-    while start < len(sequences):
-        count = max(1, batch_tokens // len(sequences[start].tokens))
-        yield sequences[start : start + count]
-        start += count
+def _groups(parts: Sequence[_T], count: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yield parts of which the counts add up to at most so many, or one that has more."""
+    group: list[_T] = []
+    for part in parts:
+        if group and sum(map(count, [*group, part])) > most:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
 
 
-def _add_scores(model: Transformer, batch: list[_Sequence], scores: list[np.ndarray]) -> None:
-    width = len(batch[0].tokens)
-    # No token sees those after it, so that anything will do to fill up the shorter sequences.
-    tokens = np.zeros((len(batch), width), np.int64)
-    for row, sequence in enumerate(batch):
-        tokens[row, : len(sequence.tokens)] = sequence.tokens
-    places = [
-        (place, row * width + place.start + np.arange(len(place.targets)))
-        for row, sequence in enumerate(batch)
-        for place in sequence.scored
-    ]
-    logits = model.logits(tokens, np.concatenate([rows for _, rows in places]))
-    targets = np.concatenate([place.targets for place, _ in places])
-    losses = to_host(cross_entropy(logits, targets)[0])
-    ends = np.cumsum([len(rows) for _, rows in places])[:-1]
-    for (place, _), lost in zip(places, np.split(losses, ends), strict=True):
-        scores[place.question][place.choice] = -lost.sum(dtype=np.float64)
+def _add_batch(
+    model: Transformer, plans: list[_Plan], batch_tokens: int, scores: list[np.ndarray]
+) -> None:
+    # Each sequence may leave the last of its pages all but empty.
+    room = sum(plan.token_count + PAGE_SIZE * (1 + len(plan.sequences)) for plan in plans)
+    cache = PagedKVCache(model.config, room, model.dtype, model.stream)
+    begun = {
+        plan.sequences[0].question: Chunk(plan.shared, 0, _pages(cache, len(plan.shared)))
+        for plan in plans
+    }
+    if chunks := [chunk for chunk in begun.values() if len(chunk.tokens)]:
+        row_logits(model, cache, chunks, np.empty(0, np.int64))
+    sequences = [sequence for plan in plans for sequence in plan.sequences]
+    for group in _groups(sequences, lambda sequence: len(sequence.tokens), batch_tokens):
+        _add_scores(model, cache, begun, group, scores)
+
+
+def _add_scores(
+    model: Transformer,
+    cache: PagedKVCache,
+    begun: dict[int, Chunk],
+    sequences: list[_Sequence],
+    scores: list[np.ndarray],
+) -> None:
+    """Feed sequences behind what their questions begin with, and score their choices."""
+    chunks, places, rows, fed = [], [], [], 0
+    for question, tokens, scored in sequences:
+        before = begun[question]
+        table = np.concatenate([before.table, _pages(cache, len(tokens))])
+        chunks.append(Chunk(tokens, len(before.tokens), table))
+        for choice, start, targets in scored:
+            places.append((question, choice, targets))
+            rows.append(fed + start + np.arange(len(targets)))
+        fed += len(tokens)
+    logits = row_logits(model, cache, chunks, np.concatenate(rows))
+    all_targets = np.concatenate([targets for _, _, targets in places])
+    losses = to_host(cross_entropy(logits, all_targets)[0])
+    ends = np.cumsum([len(targets) for _, _, targets in places])[:-1]
+    for (question, choice, _), lost in zip(places, np.split(losses, ends), strict=True):
+        scores[question][choice] = -lost.sum(dtype=np.float64)
+
+
+def _pages(cache: PagedKVCache, tokens: int) -> np.ndarray:
+    table = cache.take(tokens)
+    assert table is not None, "a cache is made with room for its batch"
+    return table
 
 
 def _between(context: str, choice: str, separator: str) -> str:

@@ -13,6 +13,7 @@ from twell_numba.infer.multiple_choice import (
     score_choices,
 )
 from twell_numba.infer.questions import Question
+from twell_numba.models.paged_cache import PAGE_SIZE
 from twell_numba.models.tokenizer import ByteTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.tokenizer import train_bpe
@@ -80,6 +81,24 @@ def test_batches_do_not_matter(byte_model: Transformer, batch_tokens: int) -> No
     expected = score_choices(byte_model, asked, 100)
     for one, other in zip(score_choices(byte_model, asked, batch_tokens), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE + 1])
+def test_what_choices_share_is_computed_once(byte_model: Transformer, length: int) -> None:
+    context = "".join(chr(ord("a") + n % 26) for n in range(length))
+    asked = encoded(
+        [question(context, " yes", " no", " y"), question("other" + context, " a", "b")]
+    )
+    fed: list[tuple[int, int]] = []
+    scores = score_choices(byte_model, asked, 10_000, lambda *done: fed.append(done))
+    for each, found in zip(asked, scores, strict=True):
+        expected = [by_definition(byte_model, each.prefix, choice) for choice in each.choices]
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    rest = [(len(each.prefix) - 1) % PAGE_SIZE + 1 for each in asked]
+    shared = sum(len(each.prefix) for each in asked) - sum(rest)
+    # The last token is not fed: " yes" also scores " y", and " a" also " b".
+    total = shared + rest[0] + 3 + rest[0] + 2 + rest[1] + 1
+    assert fed == [(total, total)]
 
 
 def test_order_does_not_matter(byte_model: Transformer) -> None:

@@ -58,6 +58,24 @@ def prefill_logits(
     ValueError
         If a token is not in [0, V), or a table has no room for its sequence.
     """
+    ends = np.cumsum([len(chunk.tokens) for chunk in chunks])
+    return row_logits(model, cache, chunks, ends[np.asarray(wanted, np.int64)] - 1)
+
+
+def row_logits(
+    model: Transformer, cache: PagedKVCache, chunks: Sequence[Chunk], rows: np.ndarray
+) -> Array:
+    """As :func:`prefill_logits`, for any of the tokens.
+
+    Parameters
+    ----------
+    rows : ndarray of int64, shape (R,)
+        Of which tokens the successor is wanted, counted through all chunks.
+
+    Returns
+    -------
+    array, shape (R, V)
+    """
     counts = np.array([len(chunk.tokens) for chunk in chunks])
     before = np.array([chunk.start for chunk in chunks])
     starts = np.concatenate([[0], np.cumsum(counts)])
@@ -67,7 +85,6 @@ def prefill_logits(
     slots = _slots(cache, tables, sequence_of, positions)
     places = _Places(slots, tables, before + counts, starts)
     tokens = np.concatenate([chunk.tokens for chunk in chunks])
-    rows = starts[1:][np.asarray(wanted, np.int64)] - 1
     return _logits(model, cache, tokens, positions, places, rows)
 
 
