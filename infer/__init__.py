@@ -1,15 +1,17 @@
 """Using a trained model.
 
-======================  =========================================================================
-``infer.generate``      ``generate``: text, piece by piece
-``infer.sampling``      ``sample``: the next token from logits
-``infer.text_stream``   ``TextStream``: whole characters from bytes
-``infer.evaluate``      ``evaluate``: loss and sparsity on given text
-``infer.prune``         cutting off the smallest feedforward weights
-``infer.convert``       ``convert``: a checkpoint in another weight format, or without dead neurons
-``infer.describe``      what a checkpoint or a saved matrix holds
-``infer.benchmark``     each execution path timed against dense
-======================  =========================================================================
+=========================  ========================================================================
+``infer.generate``         ``generate``: text, piece by piece
+``infer.sampling``         ``sample``: the next token from logits
+``infer.text_stream``      ``TextStream``: whole characters from bytes
+``infer.evaluate``         ``evaluate``: loss and sparsity on given text
+``infer.questions``        ``read_questions``: files of multiple-choice questions
+``infer.multiple_choice``  ``answer_questions``: how many a model answers rightly
+``infer.prune``            cutting off the smallest feedforward weights
+``infer.convert``          ``convert``: another weight format, or no dead neurons
+``infer.describe``         what a checkpoint or a saved matrix holds
+``infer.benchmark``        each execution path timed against dense
+=========================  ========================================================================
 
 Nothing is imported here, so that each part loads only what it needs.
 """
