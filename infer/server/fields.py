@@ -85,11 +85,10 @@ class Fields:
         if value is None:
             return None
         # JSON has one kind of number: 2.0 is whole.
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not low <= value <= high:
             raise self.unfit(name, value, f"a whole number from {low} to {high} wanted")
-        return value
+        return int(value)
 
     def number(
         self, name: str, default: float, low: float, high: float, above_low: bool = False

@@ -192,13 +192,15 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            is_busy = True
-            while is_busy or not self._is_closing:
+            is_busy = is_last = False
+            while is_busy or not is_last:
                 self._wake.clear()
+                # Asked before the step: whatever was submitted before the end is in it.
+                is_last = self._is_closing
                 is_busy = self.engine.step()
                 if self._outbox:
                     self._call_in_loop(self._deliver)
-                if not is_busy and not self._is_closing:
+                if not is_busy and not is_last:
                     self._wake.wait()
         except BaseException as error:
             # A fault of this program, or no memory: the server reports it and ends.
