@@ -168,7 +168,7 @@ class Conversation:
         return kept, prompt
 
     def _settings_for(self, prompt: ChatPrompt) -> GenerationSettings:
-        room = self._capacity - len(prompt.tokens)
+        room = self._engine.most_new_tokens(len(prompt.tokens))
         return replace(
             self._settings,
             max_new_tokens=min(self._settings.max_new_tokens, room),

@@ -27,6 +27,8 @@ class Service:
     engine : Engine
     model_name : str
         What clients call it.
+    chat_tokens : int
+        The longest answer in a chat where the client sets no limit.
     seed : int, optional
         Of requests that give none; None draws one for each.
 
@@ -37,11 +39,14 @@ class Service:
     metrics : ServerMetrics
     """
 
-    def __init__(self, engine: Engine, model_name: str, seed: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, model_name: str, *, chat_tokens: int = 1024, seed: int | None = None
+    ) -> None:
         self.engine = engine
         self.model_name = model_name
         self.created = int(time.time())
         self.metrics = ServerMetrics()
+        self._chat_tokens = chat_tokens
         self._seed = seed
         _measure_engine(self.metrics, engine)
 
@@ -123,9 +128,11 @@ class Service:
         return secrets.randbits(63) if self._seed is None else self._seed
 
     def _room(self, tokens: np.ndarray) -> int:
-        """Return how long an answer can be; 1 if it cannot, which the engine then refuses."""
-        capacity = min(self.engine.model.config.context_length, self.engine.cache_tokens)
-        return max(1, capacity - len(tokens))
+        """Return how long an answer may be; 1 if there is no room, which the engine then refuses.
+
+        Room for all of it is kept free, so without a limit few clients would fill the cache.
+        """
+        return max(1, min(self._chat_tokens, self.engine.most_new_tokens(len(tokens))))
 
 
 def _measure_engine(metrics: ServerMetrics, engine: Engine) -> None:

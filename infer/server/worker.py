@@ -5,6 +5,7 @@ Pieces cross over in one batch a step, however many requests run.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -21,6 +22,9 @@ from twell_numba.infer.server.errors import ApiError, invalid
 from twell_numba.infer.server.metrics import ServerMetrics
 
 RETRY_AFTER_SECONDS = 1
+MOST_FAILURES = 3  # of the engine in a row, after which the server ends
+
+_log = logging.getLogger("twell_numba.infer.server")
 
 
 class Inbox:
@@ -117,6 +121,7 @@ class EngineWorker:
         self._outbox: deque[tuple[_Live, Piece, float]] = deque()
         self._wake = threading.Event()
         self._is_closing = False
+        self._failures = 0  # since the last token
         self._thread = threading.Thread(target=self._run, name="twell-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -197,15 +202,30 @@ class EngineWorker:
                 self._wake.clear()
                 # Asked before the step: whatever was submitted before the end is in it.
                 is_last = self._is_closing
-                is_busy = self.engine.step()
+                is_busy = self._step()
                 if self._outbox:
                     self._call_in_loop(self._deliver)
                 if not is_busy and not is_last:
                     self._wake.wait()
         except BaseException as error:
-            # A fault of this program, or no memory: the server reports it and ends.
+            # It does not recover: the server reports it and ends.
             self.failure = error
             self._call_in_loop(self._fail)
+
+    def _step(self) -> bool:
+        """Let the engine take a step. If it fails, its running requests do, and others go on."""
+        tokens = self.engine.generated_tokens
+        try:
+            is_busy = self.engine.step()
+        except Exception:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise
+            _log.exception("a step of the engine failed, and with it the requests that ran")
+            return True
+        if self.engine.generated_tokens > tokens:
+            self._failures = 0
+        return is_busy
 
     def _post(self, live: _Live, piece: Piece) -> None:
         self._outbox.append((live, piece, time.monotonic()))
@@ -236,6 +256,7 @@ class EngineWorker:
 
     def _fail(self) -> None:
         self._is_closing = True
+        self._deliver()
         for live in list(self._live):
             live.job.requests[live.index].error = "the engine has failed"
             self._live.discard(live)

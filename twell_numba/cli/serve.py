@@ -52,7 +52,15 @@ from twell_numba.errors import UsageError
     type=click.IntRange(1),
     metavar="N",
     help="How many tokens of these texts, with their prompts, are kept at once; by default what "
-    "--max-sequences texts as long as the context need.",
+    "--max-sequences texts as long as the context need, but no more than 1 GiB.",
+)
+@click.option(
+    "--chat-tokens",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="The longest answer in a chat where the client sets no limit. Room for it is kept free.",
 )
 @click.option(
     "--queue",
@@ -89,6 +97,7 @@ def serve(
     model_name: str | None,
     max_sequences: int,
     cache_tokens: int | None,
+    chat_tokens: int,
     queue: int,
     max_request_bytes: int,
     timeout: float,
@@ -131,7 +140,7 @@ def serve(
     engine = Engine(model, tokenizer, cache_tokens=cache_tokens, max_sequences=max_sequences)
     warm_up(engine)
     name = model_name or Path(run).resolve().name.removesuffix(".gguf")
-    service = Service(engine, name, seed)
+    service = Service(engine, name, chat_tokens=chat_tokens, seed=seed)
     url = server.url_of(bound)
     server.serve(
         service,

@@ -13,7 +13,7 @@ from twell_numba.infer.request import GenerationSettings, Piece, Request
 from twell_numba.infer.server.app import check_ends, collect
 from twell_numba.infer.server.errors import ApiError
 from twell_numba.infer.server.metrics import ServerMetrics
-from twell_numba.infer.server.worker import EngineWorker, Job, merge
+from twell_numba.infer.server.worker import MOST_FAILURES, EngineWorker, Job, merge
 
 PROMPT = np.array([1, 2, 3])
 
@@ -24,6 +24,7 @@ class CountingEngine:
     def __init__(self) -> None:
         self.may_step = threading.Semaphore(0)
         self.failure: BaseException | None = None
+        self.generated_tokens = 0
         self.step_threads: set[int] = set()
         self._lock = threading.Lock()
         self._live: list[tuple[Request, Callable[[Piece], None]]] = []
@@ -50,6 +51,7 @@ class CountingEngine:
             return False
         self.may_step.acquire()
         if self.failure is not None:
+            self._end_all("error")
             raise self.failure
         for request, on_piece in live:
             number = len(request.tokens)
@@ -59,6 +61,7 @@ class CountingEngine:
                 request.finish_reason = "length"
             if request.finish_reason != "cancelled":
                 request.tokens.append(number)
+                self.generated_tokens += 1
             else:
                 number = -1
             text = str(number) if number >= 0 else ""
@@ -66,6 +69,13 @@ class CountingEngine:
         with self._lock:
             self._live = [pair for pair in self._live if not pair[0].is_finished]
             return bool(self._live)
+
+    def _end_all(self, reason: str) -> None:
+        with self._lock:
+            for request, on_piece in self._live:
+                request.finish_reason, request.error = reason, repr(self.failure)
+                on_piece(Piece("", finish_reason=reason))
+            self._live = []
 
 
 def run_with_worker(
@@ -179,15 +189,37 @@ def test_a_cancelled_call_ends_and_the_others_go_on() -> None:
     run_with_worker(scenario)
 
 
-def test_an_engine_that_fails_ends_every_call_and_is_reported() -> None:
+def test_a_step_that_fails_ends_the_requests_that_ran_and_the_next_one_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario(engine: CountingEngine, worker: EngineWorker) -> None:
-        engine.failure = MemoryError("too little")
-        job = worker.submit(texts(2))
-        release(engine, 1)
-        pieces = await collect(job)
-        with pytest.raises(ApiError, match="the engine has failed") as caught:
-            check_ends(job, pieces)
-        assert caught.value.status == 500
+        for _ in range(MOST_FAILURES + 1):
+            engine.failure = MemoryError("too little")
+            job = worker.submit(texts(2))
+            release(engine, 1)
+            with pytest.raises(ApiError, match="too little") as caught:
+                check_ends(job, await collect(job))
+            assert caught.value.status == 500
+            engine.failure = None
+            later = worker.submit(texts(1))
+            release(engine, 3)
+            assert [piece.text for piece in await collect(later)] == ["012"]
+
+    run_with_worker(scenario)
+    assert caplog.text.count("MemoryError: too little") == MOST_FAILURES + 1
+
+
+def test_an_engine_that_fails_again_and_again_ends_the_worker() -> None:
+    async def scenario(engine: CountingEngine, worker: EngineWorker) -> None:
+        engine.failure = RuntimeError("no device")
+        for _ in range(MOST_FAILURES):
+            assert worker.is_alive
+            job = worker.submit(texts(1))
+            release(engine, 1)
+            with pytest.raises(ApiError, match="no device"):
+                check_ends(job, await collect(job))
+        while worker.failure is None:
+            await asyncio.sleep(0.01)
         assert worker.failure is engine.failure
         assert not worker.is_alive
         with pytest.raises(ApiError) as caught:
