@@ -1,14 +1,17 @@
 """Text from a model, piece by piece."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from twell_numba.device.arrays import Array
-from twell_numba.errors import UsageError
-from twell_numba.infer.sampling import check_sampling, sample
-from twell_numba.infer.text_stream import TextStream
+from twell_numba.device.arrays import Array, is_on_gpu
+from twell_numba.errors import TwellError, UsageError
+from twell_numba.infer.request import GenerationSettings, Request, TokenLogprob
+from twell_numba.infer.sampling import sample
+from twell_numba.infer.sequence import RunningSequence, advance
 from twell_numba.models.cache import KVCache
 from twell_numba.models.recorded_decoding import RecordedDecoding
 from twell_numba.models.tokenizer import TextTokenizer
@@ -16,85 +19,106 @@ from twell_numba.models.transformer import Transformer
 
 
 class Generation:
-    """Text being generated: iterate over it for the pieces, once.
-
-    Attributes
-    ----------
-    prompt_tokens : ndarray of int64
-    tokens : list of int
-        What has been generated so far.
-    reason : {None, "length", "context"}
-        Why it ended: as many tokens as asked for, or the model's context is full. None until then.
-    """
+    """Text being generated: iterate over it for the pieces, once."""
 
     def __init__(
         self,
         model: Transformer,
         tokenizer: TextTokenizer,
         prompt_tokens: np.ndarray,
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
+        settings: GenerationSettings,
         use_cache: bool,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.tokens: list[int] = []
-        self.reason: str | None = None
+        # The last token need not be fed back, so it may stand one beyond the context.
+        room = model.config.context_length - len(prompt_tokens) + 1
+        self._is_short_of_room = room < settings.max_new_tokens
+        self._settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, room))
+        self._request = Request(prompt_tokens, self._settings)
+        self._sequence = RunningSequence(self._request, tokenizer)
         self._model = model
-        self._tokenizer = tokenizer
-        self._max_new_tokens = max_new_tokens
-        self._sample = partial(
-            sample,
-            rng=np.random.default_rng(seed),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-        )
         self._use_cache = use_cache
         self._pieces = self._generate()
+
+    @property
+    def prompt_tokens(self) -> np.ndarray:
+        """What the text goes on from."""
+        return self._request.prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been generated so far."""
+        return self._request.tokens
+
+    @property
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of these tokens, where asked for."""
+        return self._request.token_logprobs
+
+    @property
+    def reason(self) -> str | None:
+        """Why it ended; None until then.
+
+        ``length``: as many tokens as asked for; ``context``: the model's context is full; ``stop``:
+        a stop text, or a token that ends a text.
+        """
+        reason = self._request.finish_reason
+        return "context" if reason == "length" and self._is_short_of_room else reason
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
 
     def _generate(self) -> Iterator[str]:
-        stream = TextStream()
-        # The last token need not be fed back, so it may stand one beyond the context.
-        room = self._model.config.context_length - len(self.prompt_tokens) + 1
+        request = self._request
         next_logits = self._cached_logits() if self._use_cache else self._recomputed_logits()
-        for _ in range(min(self._max_new_tokens, room)):
-            # The head may have rows for tokens that the tokenizer does not know.
-            logits = next(next_logits)[0 : self._tokenizer.vocab_size]
-            token = self._sample(logits)
-            self.tokens.append(token)
-            if piece := stream.push(self._tokenizer.decode_bytes([token])):
+        if self._settings.max_new_tokens == 0:
+            self._sequence.finish("length")
+        given = 0
+        while not request.finish_reason:
+            self._advance(next(next_logits))
+            if piece := request.text[given:]:
+                given = len(request.text)
                 yield piece
-        self.reason = "length" if self._max_new_tokens <= room else "context"
-        if rest := stream.finish():
-            yield rest
+        if request.error is not None:
+            raise TwellError(request.error)
+
+    def _advance(self, logits: Array) -> None:
+        """Take a token that follows, given logits (1, V)."""
+        settings, sequence = self._settings, self._sequence
+        is_plain = settings.repetition_penalty == 1 and settings.logprobs is None
+        if not (is_plain and is_on_gpu(logits)):
+            advance([sequence], logits)
+            return
+        # The head may have rows for tokens that the tokenizer does not know.
+        row = logits.reshape(-1)[0 : sequence.tokenizer.vocab_size]
+        sequence.accept(
+            sample(
+                row,
+                sequence.rng,
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                settings.min_p,
+            )
+        )
 
     def _cached_logits(self) -> Iterator[Array]:
-        """Yield logits (V,) of the next token, each time computing only the newest token."""
-        config = self._model.config
-        longest = len(self.prompt_tokens) + self._max_new_tokens
-        capacity = min(config.context_length, longest)
-        model = self._model
-        cache = KVCache(config, 1, capacity, model.dtype, model.stream)
-        yield model.step(self.prompt_tokens[None, :], cache).reshape(-1)
+        """Yield logits (1, V) of the next token, each time computing only the newest token."""
+        model, prompt = self._model, self.prompt_tokens
+        capacity = min(model.config.context_length, len(prompt) + self._settings.max_new_tokens)
+        cache = KVCache(model.config, 1, capacity, model.dtype, model.stream)
+        yield model.step(prompt[None, :], cache)
         step: Callable[[np.ndarray], Array] = partial(model.step, cache=cache)
         if model.stream is not None:
             step = RecordedDecoding(model, cache)
         while True:
-            yield step(np.array([[self.tokens[-1]]])).reshape(-1)
+            yield step(np.array([[self.tokens[-1]]]))
 
     def _recomputed_logits(self) -> Iterator[Array]:
-        """Yield logits (V,) of the next token, each time computing the whole sequence anew."""
+        """Yield logits (1, V) of the next token, each time computing the whole sequence anew."""
         while True:
             sequence = np.concatenate([self.prompt_tokens, np.array(self.tokens, np.int64)])
             logits = self._model.logits(sequence[None, :])
-            yield logits[len(sequence) - 1 : len(sequence)].reshape(-1)
+            yield logits[len(sequence) - 1 : len(sequence)]
 
 
 def generate(
@@ -102,12 +126,8 @@ def generate(
     tokenizer: TextTokenizer,
     prompt: str,
     *,
-    max_new_tokens: int = 200,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     use_cache: bool = True,
+    **settings: Any,
 ) -> Generation:
     """Go on from a prompt.
 
@@ -117,14 +137,12 @@ def generate(
         As ``load_model`` returns them.
     prompt : str
         Of 1 to context_length tokens. It is not repeated in what is generated.
-    max_new_tokens : int
-        Generation ends earlier where the model's context does; ``reason`` then says so.
-    temperature, top_k, top_p
-        See :func:`twell_numba.infer.sampling.sample`; temperature 0 is greedy.
-    seed : int
-        The same seed gives the same text.
     use_cache : bool
         False computes the whole sequence anew for every token: slow, to check the cache by.
+    **settings
+        The fields of :class:`twell_numba.infer.request.GenerationSettings`: ``max_new_tokens``,
+        ``temperature``, ``seed`` and so on. Generation ends earlier than asked for where the
+        model's context does; ``reason`` then says so.
 
     Returns
     -------
@@ -136,28 +154,15 @@ def generate(
     UsageError
         At once, before anything is generated, if the prompt or a setting is out of range.
     """
-    check_sampling(temperature, top_k, top_p)
-    if max_new_tokens < 0:
-        raise UsageError(f"max-new-tokens {max_new_tokens} given, at least 0 wanted")
-    if seed < 0:
-        raise UsageError(f"seed {seed} given, at least 0 wanted")
-    prompt_tokens = tokenizer.encode(prompt)
+    wanted = GenerationSettings(**settings)
+    wanted.validate()
+    prompt_tokens = tokenizer.encode(prompt, add_special_tokens=True)
     context = model.config.context_length
-    if len(prompt_tokens) == 0:
+    if not prompt or len(prompt_tokens) == 0:
         raise UsageError("an empty prompt given, at least one character wanted")
     if len(prompt_tokens) > context:
         raise UsageError(
             f"a prompt of {len(prompt_tokens)} tokens given, at most the model's context of "
             f"{context} wanted: shorten it"
         )
-    return Generation(
-        model,
-        tokenizer,
-        prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        use_cache=use_cache,
-    )
+    return Generation(model, tokenizer, prompt_tokens, wanted, use_cache)

@@ -139,6 +139,8 @@ class Request:
         What went wrong, where the reason is ``error``.
     token_logprobs : list of TokenLogprob
         One for each token where asked for; else empty.
+    is_cancelled : bool
+        Whether it shall end; ``finish_reason`` follows at the engine's next step.
     """
 
     prompt_tokens: np.ndarray
@@ -148,6 +150,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     token_logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_cancelled: bool = False
 
     @property
     def is_finished(self) -> bool:

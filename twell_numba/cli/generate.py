@@ -1,7 +1,9 @@
 """``twell generate``: text from a trained model, as it is made."""
 
 import json
+import math
 import sys
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +17,10 @@ from twell_numba.cli.options import (
     seed_option,
 )
 from twell_numba.errors import UsageError
+
+if TYPE_CHECKING:
+    from twell_numba.infer.request import TokenLogprob
+    from twell_numba.models.tokenizer import TextTokenizer
 
 
 @click.command("generate")
@@ -46,6 +52,33 @@ from twell_numba.errors import UsageError
     show_default=True,
     help="Choose among the likeliest tokens that together have this probability.",
 )
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Choose among tokens with at least this fraction of the likeliest one's probability.",
+)
+@click.option(
+    "--repetition-penalty",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Above 1: tokens that have been in the text become less likely.",
+)
+@click.option(
+    "--stop",
+    multiple=True,
+    metavar="TEXT",
+    help="End before this text comes; may be given several times.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends a text.")
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="N",
+    help="With --json: log-probabilities of the tokens, and of the N likeliest ones beside each.",
+)
 @ffn_path_option
 @float8_option
 @seed_option(default=0, help="The same seed gives the same text.")
@@ -59,6 +92,11 @@ def generate(
     temperature: float,
     top_k: int,
     top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    logprobs: int | None,
     ffn_path: str,
     float8: bool,
     seed: int,
@@ -75,6 +113,8 @@ def generate(
     Example:
       twell generate runs/tiny-1 --prompt "def " --temperature 0.7
     """
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs given without --json, which shows them: add --json")
     if prompt == "-":
         prompt = _read_prompt()
     from twell_numba.infer.generate import generate as generate_text
@@ -93,17 +133,24 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
     )
     if as_json:
         text = "".join(generation)
-        result = {
+        result: dict[str, Any] = {
             "prompt": prompt,
             "text": text,
             "prompt_tokens": len(generation.prompt_tokens),
             "new_tokens": len(generation.tokens),
             "reason": generation.reason,
         }
+        if logprobs is not None:
+            result["logprobs"] = [_written_out(own, tokenizer) for own in generation.token_logprobs]
         click.echo(json.dumps(result, indent=2))
         return
     _show(prompt)
@@ -116,6 +163,15 @@ def generate(
             f"{model.config.context_length} tokens is full.",
             err=True,
         )
+
+
+def _written_out(logprob: "TokenLogprob", tokenizer: "TextTokenizer") -> dict[str, Any]:
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = tokenizer.decode_bytes([token]).decode(errors="replace")
+        # JSON has no infinity.
+        return {"token": token, "text": text, "logprob": value if math.isfinite(value) else None}
+
+    return entry(logprob.token, logprob.logprob) | {"top": [entry(*pair) for pair in logprob.top]}
 
 
 def _show(text: str) -> None:

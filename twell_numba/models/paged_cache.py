@@ -14,7 +14,7 @@ from twell_numba.models.config import ModelConfig
 
 # Tokens of a page: half a page a sequence is wasted on average.
 PAGE_SIZE = 16
-# What a cache takes at most unless a size is asked for, but for models of which one text takes more.
+# What a cache takes at most unless a size is asked for; more where one text alone takes more.
 DEFAULT_BYTES = 2**30
 
 
