@@ -6,7 +6,7 @@ Decoding gives bytes, not text, because a token may hold a part of a character;
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -151,25 +151,52 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokeniz
         raise TwellError(
             f"{path} cannot be read as a tokenizer: {error}; fetch or save it again"
         ) from error
+    return tokenizer_from_json(
+        text, str(path), lambda tokenizer: _settings_beside(path.parent, tokenizer)
+    )
+
+
+def tokenizer_from_json(
+    text: str, source: str, settings_of: Callable[[tokenizers.Tokenizer], TokenizerSettings]
+) -> ByteTokenizer | BPETokenizer:
+    """Return the tokenizer that the contents of a ``tokenizer.json`` describe.
+
+    Parameters
+    ----------
+    text : str
+    source : str
+        Where it comes from, for messages.
+    settings_of : callable
+        Returns what else there is to say about the tokenizer of the library that it is given.
+
+    Raises
+    ------
+    TwellError
+        If it cannot be read, or is of a kind that is not supported.
+    """
     try:
         is_bytes = _is_byte_vocabulary(json.loads(text))
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more special
         reason = " ".join(str(error).split())
         raise TwellError(
-            f"{path} cannot be read as a tokenizer: {reason}; fetch or save it again"
+            f"{source} cannot be read as a tokenizer: {reason}; fetch or save it again"
         ) from error
-    settings = read_settings(
-        folder,
-        token_id=tokenizer.token_to_id,
-        known=lambda token: 0 <= token < 1 << 32 and tokenizer.id_to_token(token) is not None,
-    )
+    settings = settings_of(tokenizer)
     if is_bytes:
         return ByteTokenizer(settings.chat_template)
     try:
         return BPETokenizer(tokenizer, settings)
     except TwellError as error:
-        raise TwellError(f"{path}: {error}") from None
+        raise TwellError(f"{source}: {error}") from None
+
+
+def _settings_beside(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerSettings:
+    return read_settings(
+        folder,
+        token_id=tokenizer.token_to_id,
+        known=lambda token: 0 <= token < 1 << 32 and tokenizer.id_to_token(token) is not None,
+    )
 
 
 def _is_byte_vocabulary(content: object) -> bool:
