@@ -302,6 +302,40 @@ def test_a_prompt_is_reported_as_the_model_saw_it(run: Path) -> None:
     assert report["prompt_tokens"] == 5
 
 
+def test_a_stop_text_ends_the_text_before_it(run: Path) -> None:
+    options = ["--prompt", "line ", "--max-new-tokens", 9, "--temperature", 0, "--json"]
+    whole = json.loads(invoke("generate", run, *options).stdout)["text"]
+    stop = whole[3:5]
+    report = json.loads(
+        invoke("generate", run, *options, "--stop", "never this", "--stop", stop).stdout
+    )
+    assert report["text"] == whole[: whole.index(stop)]
+    assert report["reason"] == "stop"
+
+
+def test_cuts_and_penalties_change_the_text(run: Path) -> None:
+    def written(*options: object) -> str:
+        result = invoke("generate", run, "--prompt", "line ", "--max-new-tokens", 10, *options)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    hot = ["--temperature", 3]
+    assert written(*hot, "--min-p", 1) == written("--temperature", 0)
+    assert written(*hot, "--min-p", 1) != written(*hot)
+    assert written("--temperature", 0, "--repetition-penalty", 5) != written("--temperature", 0)
+
+
+def test_log_probabilities_are_reported(run: Path) -> None:
+    options = ["--prompt", "line ", "--max-new-tokens", 3, "--temperature", 0, "--logprobs", 2]
+    report = json.loads(invoke("generate", run, *options, "--json").stdout)
+    assert "".join(entry["text"] for entry in report["logprobs"]) == report["text"]
+    for entry in report["logprobs"]:
+        top = entry.pop("top")
+        assert top[0] == entry
+        assert 0 >= top[0]["logprob"] >= top[1]["logprob"]
+    assert "add --json" in error_line(invoke("generate", run, *options), 2)
+
+
 ESCAPES = "\x1b[31ma\x07"
 
 
@@ -339,6 +373,9 @@ def test_the_end_of_the_context_is_noted_on_stderr(run: Path) -> None:
         (["--prompt", "x", "--temperature", "nan"], 2, "temperature"),
         (["--prompt", "x", "--top-p", "2"], 2, "top"),
         (["--prompt", "x", "--top-k", "-1"], 2, "top"),
+        (["--prompt", "x", "--min-p", "2"], 2, "min-p"),
+        (["--prompt", "x", "--repetition-penalty", "0"], 2, "repetition-penalty"),
+        (["--prompt", "x", "--stop", ""], 2, "empty stop text"),
         (["--prompt", "x", "--max-new-tokens", "-1"], 2, "max-new-tokens"),
         (["--prompt", ""], 2, "empty prompt"),
         (["--prompt", "a prompt of more than sixteen tokens"], 2, "context"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.infer.sampling import sample
+from twell_numba.infer.sampling import log_probability, penalize_repetition, sample
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
@@ -99,4 +99,38 @@ def test_diverged_logits_are_refused(bad: float, temperature: float) -> None:
 
 def test_nothing_allowed_is_refused() -> None:
     with pytest.raises(TwellError):
+        sample(np.full(3, -np.inf), np.random.default_rng(0))
+
+
+def test_min_p() -> None:
+    assert draw(4000, min_p=0.6) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
+    assert draw(5, min_p=1.0).tolist() == [0, 1, 0, 0]
+    assert draw(50, min_p=0.0).tolist() == draw(50).tolist()
+
+
+def test_a_penalty_makes_positive_and_negative_logits_smaller() -> None:
+    logits = np.array([2.0, -2.0, 0.0, 2.0, -2.0])
+    penalize_repetition(logits, np.array([0, 1, 2, 9]), 4.0)
+    assert logits.tolist() == [0.5, -8.0, 0.0, 2.0, -2.0]
+
+
+def test_log_probabilities() -> None:
+    result = log_probability(LOGITS + 3, 2, 3)
+    assert result.token == 2
+    assert result.logprob == pytest.approx(np.log(0.2), abs=1e-6)
+    assert [token for token, _ in result.top] == [1, 3, 2]
+    expected = np.log([0.4, 0.3, 0.2])
+    assert [logprob for _, logprob in result.top] == pytest.approx(expected, abs=1e-6)
+
+
+def test_log_probabilities_of_none_of_all_and_of_equal_tokens() -> None:
+    assert log_probability(LOGITS, 2, 0).top == ()
+    assert len(log_probability(LOGITS, 2, 100).top) == 4
+    assert [token for token, _ in log_probability(np.zeros(5), 2, 5).top] == [0, 1, 2, 3, 4]
+    forbidden = log_probability(np.array([-np.inf, 0.0]), 1, 2)
+    assert forbidden.top == ((1, 0.0), (0, -np.inf))
+
+
+def test_all_tokens_forbidden_is_an_error() -> None:
+    with pytest.raises(TwellError, match="every logit is -inf, which forbids all tokens"):
         sample(np.full(3, -np.inf), np.random.default_rng(0))
