@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from twell_numba.device.blas import single_threaded_blas
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.infer.engine import Engine
 from twell_numba.infer.request import GenerationSettings, Piece
@@ -189,10 +190,12 @@ class Conversation:
         pieces: list[str] = []
         request = self._engine.submit(prompt.tokens, settings, show)
         try:
-            while self._engine.step():
-                _give(pieces, on_text)
-                if is_interrupted():
-                    self._engine.cancel(request)
+            # A step's many small products are done sooner than BLAS's own threads have met.
+            with single_threaded_blas():
+                while self._engine.step():
+                    _give(pieces, on_text)
+                    if is_interrupted():
+                        self._engine.cancel(request)
         finally:
             self._engine.cancel(request)
         _give(pieces, on_text)

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from twell_numba.device.blas import single_threaded_blas
 from twell_numba.errors import UsageError
 from twell_numba.infer.engine import Engine
 from twell_numba.infer.request import GenerationSettings, Piece, Request
@@ -197,20 +198,25 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            is_busy = is_last = False
-            while is_busy or not is_last:
-                self._wake.clear()
-                # Asked before the step: whatever was submitted before the end is in it.
-                is_last = self._is_closing
-                is_busy = self._step()
-                if self._outbox:
-                    self._call_in_loop(self._deliver)
-                if not is_busy and not is_last:
-                    self._wake.wait()
+            # A step's many small products are done sooner than BLAS's own threads have met.
+            with single_threaded_blas():
+                self._work()
         except BaseException as error:
             # It does not recover: the server reports it and ends.
             self.failure = error
             self._call_in_loop(self._fail)
+
+    def _work(self) -> None:
+        is_busy = is_last = False
+        while is_busy or not is_last:
+            self._wake.clear()
+            # Asked before the step: whatever was submitted before the end is in it.
+            is_last = self._is_closing
+            is_busy = self._step()
+            if self._outbox:
+                self._call_in_loop(self._deliver)
+            if not is_busy and not is_last:
+                self._wake.wait()
 
     def _step(self) -> bool:
         """Let the engine take a step. If it fails, its running requests do, and others go on."""
