@@ -1,64 +1,104 @@
 """Dense feedforward layers on the CPU: the path to take while activations are not sparse.
 
-Gated:       g = x Wg^T,  u = x Wu^T,  h = relu(g) * u,  y = h Wd
-Two-matrix:  h = relu(x Wu^T),  y = h Wd
+Gated:       g = x Wg^T,  u = x Wu^T,  h = f(g) * u,  y = h Wd
+Two-matrix:  h = f(x Wu^T),  y = h Wd
 
-with x, y (M, D) and weights (F, D); backward as in :mod:`twell_numba.kernels.twell.cpu`, for every
-neuron. The functions have the names and arguments of the TwELL family, so that a layer takes
-either.
+with x, y (M, D), weights (F, D) and f one of
+:mod:`~twell_numba.kernels.activation_functions`; backward as in
+:mod:`twell_numba.kernels.twell.cpu`, for every neuron. The functions have the names and arguments
+of the TwELL family, so that a layer takes either.
 
 Bound by BLAS: 3 (or 2) products forward, 6 (or 4) backward. What lies between two products runs as
 one kernel over a panel of rows: at M = 1024, F = 2048 relu and product take 0.27 ms on 2 threads,
 0.94 ms as two NumPy operations over whole arrays.
+
+Few rows, as in decoding, are bound by reading the weights, see
+:mod:`twell_numba.device.few_rows`. Then a thread takes a chunk of neurons through all products, and
+what the chunks add to y is added up in order: the threads meet once, not after each product, and
+the bits do not depend on their number.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 
 from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, single_threaded_blas
+from twell_numba.device.few_rows import (
+    FEW_ROWS,
+    add_scaled_rows,
+    dots_with_rows,
+    rows_worth_a_thread,
+)
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
+from twell_numba.kernels.activation_functions import activation_number
+from twell_numba.kernels.dense_ffn.cpu_activations import (
+    activate,
+    activate_backward,
+    activate_gated,
+    activate_gated_backward,
+)
 from twell_numba.kernels.dense_ffn.reference import DenseActivations
 from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs, l1_scale_input
 
 # Rows a thread takes through all products at a time.
 PANEL_ROWS = 512
 ROW_GRAIN = 16
+# Neurons that a thread takes few rows through at a time.
+CHUNK = 128
 
 
 def gated_ffn_forward(
-    x: np.ndarray, gate_weight: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray
+    x: np.ndarray,
+    gate_weight: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, DenseActivations]:
-    """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd.
+    """Compute y = (f(x Wg^T) * (x Wu^T)) Wd.
 
     Parameters
     ----------
     x : ndarray of float32 or float64, shape (M, D)
     gate_weight, up_weight, down_weight : ndarray, shape (F, D)
         Neuron-major: row j belongs to neuron j.
+    activation : {"relu", "silu", "relu2"}
+        f.
 
     Returns
     -------
     y : ndarray, shape (M, D)
     activations : DenseActivations
         What :func:`gated_ffn_backward` needs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dtypes or shapes do not fit, or there is no such activation.
     """
+    function = activation_number(activation)
     x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
     shape = (x.shape[0], gate_weight.shape[0])
     gate, up, hidden = (np.empty(shape, x.dtype) for _ in range(3))
+    activations = DenseActivations(gate, up, hidden)
+    if shape[0] <= FEW_ROWS:
+        weights = (gate_weight, up_weight, down_weight)
+        arguments = (x, *weights, function, gate, up, hidden)
+        return _run_chunks(_gated_chunks, arguments, 3), activations
     y = np.empty_like(x)
 
     def panel(rows: slice) -> None:
         np.matmul(x[rows], gate_weight.T, out=gate[rows])
         np.matmul(x[rows], up_weight.T, out=up[rows])
-        _gated_relu(gate[rows], up[rows], hidden[rows])
+        activate_gated(function, gate[rows], up[rows], hidden[rows], 0, shape[1])
         np.matmul(hidden[rows], down_weight, out=y[rows])
 
     _run_panels(panel, shape[0], x.size * shape[1])
-    return y, DenseActivations(gate, up, hidden)
+    return y, activations
 
 
 def gated_ffn_backward(
@@ -72,6 +112,7 @@ def gated_ffn_backward(
     gate_grad: np.ndarray,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Differentiate :func:`gated_ffn_forward`.
 
@@ -86,11 +127,20 @@ def gated_ffn_backward(
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : ndarray, shape (F, D)
         C-contiguous; changed in place: the gradients are added.
+    activation : str
+        As given to the forward pass.
 
     Returns
     -------
     dx : ndarray, shape (M, D)
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`gated_ffn_forward`; also if the activations are not of this x, or a gradient
+        cannot be added to in place.
     """
+    function = activation_number(activation)
     x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
@@ -112,7 +162,9 @@ def gated_ffn_backward(
 
     def panel(rows: slice) -> None:
         np.matmul(dy[rows], down_weight.T, out=d_up[rows])
-        _gated_relu_backward(d_up[rows], gate[rows], up[rows], hidden[rows], scale, d_gate[rows])
+        activate_gated_backward(
+            function, d_up[rows], gate[rows], up[rows], hidden[rows], scale, d_gate[rows]
+        )
         np.matmul(d_up[rows], up_weight, out=dx[rows])
         dx[rows] += d_gate[rows] @ gate_weight
 
@@ -124,21 +176,26 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray
+    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, activation: str = "relu"
 ) -> tuple[np.ndarray, DenseActivations]:
-    """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
+    """Compute y = f(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
+    function = activation_number(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     shape = (x.shape[0], up_weight.shape[0])
     up, hidden = (np.empty(shape, x.dtype) for _ in range(2))
+    activations = DenseActivations(up, None, hidden)
+    if shape[0] <= FEW_ROWS:
+        arguments = (x, up_weight, down_weight, function, up, hidden)
+        return _run_chunks(_chunks, arguments, 2), activations
     y = np.empty_like(x)
 
     def panel(rows: slice) -> None:
         np.matmul(x[rows], up_weight.T, out=up[rows])
-        np.maximum(up[rows], 0, out=hidden[rows])
+        activate(function, up[rows], hidden[rows], 0, shape[1])
         np.matmul(hidden[rows], down_weight, out=y[rows])
 
     _run_panels(panel, shape[0], x.size * shape[1])
-    return y, DenseActivations(up, None, hidden)
+    return y, activations
 
 
 def ffn_backward(
@@ -150,8 +207,10 @@ def ffn_backward(
     l1_scale: float,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
+    function = activation_number(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     dy = backward_inputs(
         dy, x, up_weight, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
@@ -163,7 +222,7 @@ def ffn_backward(
 
     def panel(rows: slice) -> None:
         np.matmul(dy[rows], down_weight.T, out=d_up[rows])
-        _relu_backward(d_up[rows], up[rows], scale)
+        activate_backward(function, d_up[rows], up[rows], hidden[rows], scale)
         np.matmul(d_up[rows], up_weight, out=dx[rows])
 
     _run_panels(panel, x.shape[0], x.size * up.shape[1])
@@ -204,35 +263,68 @@ def _run_panels(panel: Callable[[slice], None], rows: int, product_size: int) ->
         run_ranges(work, rows, grain=ROW_GRAIN)
 
 
-@jit
-def _gated_relu(gate, up, hidden):
-    zero = gate.dtype.type(0)
-    for m in range(gate.shape[0]):
-        for j in range(gate.shape[1]):
-            g = gate[m, j]
-            hidden[m, j] = zero if g <= zero else g * up[m, j]
+def _run_chunks(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], weights: int
+) -> np.ndarray:
+    """Return y: the sum of what ``kernel`` writes for each chunk of neurons, by all threads."""
+    x, weight = arguments[:2]
+    rows, width = x.shape
+    chunks, bounds = _chunks_of(weight.shape[0])
+    partial = np.empty((chunks, rows, width), x.dtype)
+    run_ranges(
+        lambda start, stop: kernel(*arguments, bounds, partial, start, stop),
+        chunks,
+        grain=rows_worth_a_thread(weights * CHUNK * width),
+    )
+    return partial.sum(axis=0)
+
+
+@cache
+def _chunks_of(neurons: int) -> tuple[int, np.ndarray]:
+    """Return the number of chunks of neurons, and the neuron each begins with, and F."""
+    bounds = np.append(np.arange(0, neurons, CHUNK), neurons)
+    bounds.flags.writeable = False
+    return len(bounds) - 1, bounds
 
 
 @jit
-def _gated_relu_backward(d_hidden, gate, up, hidden, l1_scale, d_gate):
-    """Write d_gate, and overwrite d_hidden with d_up."""
-    zero = gate.dtype.type(0)
-    for m in range(gate.shape[0]):
-        for j in range(gate.shape[1]):
-            g = gate[m, j]
-            d = d_hidden[m, j] + l1_scale * np.sign(hidden[m, j])
-            d_gate[m, j] = zero if g <= zero else d * up[m, j]
-            d_hidden[m, j] = zero if g <= zero else d * g
+def _gated_chunks(
+    x,
+    gate_weight,
+    up_weight,
+    down_weight,
+    activation,
+    gate,
+    up,
+    hidden,
+    bounds,
+    partial,
+    start,
+    stop,
+):
+    """Write what each chunk of neurons adds to y, for the chunks ``start`` to ``stop``.
+
+    Bounds are read from an array. Of ones that are computed, LLVM's check that arrays do not
+    overlap takes in a chunk too many, and SiLU is not vectorized where one array follows another.
+    """
+    for chunk in range(start, stop):
+        first, last = bounds[chunk], bounds[chunk + 1]
+        dots_with_rows(x, gate_weight, gate, first, last)
+        dots_with_rows(x, up_weight, up, first, last)
+        activate_gated(activation, gate, up, hidden, first, last)
+        partial[chunk] = 0
+        add_scaled_rows(hidden, down_weight, partial[chunk], first, last)
 
 
 @jit
-def _relu_backward(d_hidden, up, l1_scale):
-    """Overwrite d_hidden with d_up."""
-    zero = up.dtype.type(0)
-    for m in range(up.shape[0]):
-        for j in range(up.shape[1]):
-            d = d_hidden[m, j] + l1_scale
-            d_hidden[m, j] = zero if up[m, j] <= zero else d
+def _chunks(x, up_weight, down_weight, activation, up, hidden, bounds, partial, start, stop):
+    """Do the same for a two-matrix layer."""
+    for chunk in range(start, stop):
+        first, last = bounds[chunk], bounds[chunk + 1]
+        dots_with_rows(x, up_weight, up, first, last)
+        activate(activation, up, hidden, first, last)
+        partial[chunk] = 0
+        add_scaled_rows(hidden, down_weight, partial[chunk], first, last)
 
 
 @jit

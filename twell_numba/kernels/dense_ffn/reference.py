@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from twell_numba.kernels.activation_functions import activation_number
+
 
 class DenseActivations(NamedTuple):
     """The activations of a dense forward pass, each (M, F).
@@ -27,12 +29,17 @@ class DenseActivations(NamedTuple):
 
 
 def gated_ffn_forward(
-    x: np.ndarray, gate_weight: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray
+    x: np.ndarray,
+    gate_weight: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, DenseActivations]:
     """Return y (M, D) and the activations."""
     gate = x @ gate_weight.T
     up = x @ up_weight.T
-    hidden = np.where(gate <= 0, 0, gate * up).astype(x.dtype)
+    counts, value, _ = _evaluate(activation, gate)
+    hidden = np.where(counts, value * up, 0).astype(x.dtype)
     return hidden @ down_weight, DenseActivations(gate, up, hidden)
 
 
@@ -47,13 +54,14 @@ def gated_ffn_backward(
     gate_grad: np.ndarray,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Return dx (M, D) and add the weights' gradients in place."""
     gate, up, hidden = activations
-    fires = ~(gate <= 0)
+    counts, value, slope = _evaluate(activation, gate)
     d_hidden = dy @ down_weight.T + l1_scale * np.sign(hidden)
-    d_up = np.where(fires, d_hidden * gate, 0)
-    d_gate = np.where(fires, d_hidden * up, 0)
+    d_up = np.where(counts, d_hidden * value, 0)
+    d_gate = np.where(counts, d_hidden * up * slope, 0)
     down_grad += hidden.T @ dy
     up_grad += d_up.T @ x
     gate_grad += d_gate.T @ x
@@ -61,11 +69,12 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray
+    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, activation: str = "relu"
 ) -> tuple[np.ndarray, DenseActivations]:
     """Return y (M, D) and the activations of a two-matrix layer."""
     up = x @ up_weight.T
-    hidden = np.maximum(up, 0)
+    counts, value, _ = _evaluate(activation, up)
+    hidden = np.where(counts, value, 0).astype(x.dtype)
     return hidden @ down_weight, DenseActivations(up, None, hidden)
 
 
@@ -78,13 +87,26 @@ def ffn_backward(
     l1_scale: float,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Return dx (M, D) of a two-matrix layer and add the weights' gradients in place."""
     up, _, hidden = activations
-    d_up = np.where(up <= 0, 0, dy @ down_weight.T + l1_scale * np.sign(hidden))
+    counts, _, slope = _evaluate(activation, up)
+    d_up = np.where(counts, (dy @ down_weight.T + l1_scale * np.sign(hidden)) * slope, 0)
     down_grad += hidden.T @ dy
     up_grad += d_up.T @ x
     return d_up @ up_weight
+
+
+def _evaluate(activation: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return where f does not cut off, and there its value and its derivative."""
+    activation_number(activation)
+    if activation == "relu":
+        return ~(x <= 0), x, np.ones_like(x)
+    if activation == "relu2":
+        return ~(x <= 0), x * x, 2 * x
+    sigmoid = np.exp(-np.logaddexp(0, -x))
+    return np.ones(x.shape, np.bool_), x * sigmoid, sigmoid * (1 + x * np.exp(-np.logaddexp(0, x)))
 
 
 def activation_statistics(activations: DenseActivations) -> tuple[int, float, np.ndarray]:

@@ -2,12 +2,14 @@
 
     y = x W^T,   dW = dy^T x,   dx = dy W            x (M, N), W (K, N), y (M, K)
 
-Bound by BLAS: 2 M N K operations each.
+Bound by BLAS: 2 M N K operations each; forward of few rows by reading W, see
+:mod:`twell_numba.device.few_rows`.
 """
 
 import numpy as np
 
 from twell_numba.device.blas import add_matmul, matmul
+from twell_numba.device.few_rows import FEW_ROWS, few_rows_product
 from twell_numba.kernels.checks import float_inputs, require_in_place, require_shape
 
 
@@ -34,6 +36,8 @@ def linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     x, weight = float_inputs(x=x, weight=weight)
     require_shape("x", x, ("M", "N"))
     require_shape("weight", weight, ("K", x.shape[1]))
+    if x.shape[0] <= FEW_ROWS:
+        return few_rows_product(x, weight)
     return matmul(x, weight.T)
 
 
