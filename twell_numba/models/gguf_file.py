@@ -253,7 +253,9 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
     if kind == _STRING:
         return cursor.text()
     if kind in _NUMBERS:
-        return _read_numbers(cursor, kind, 1)[0].item()
+        number = _read_numbers(cursor, kind, 1)[0]
+        # 1e-05, not the 9.99999974738e-06 that stands for it in float32
+        return float(str(number)) if number.dtype == np.float32 else number.item()
     if kind != _ARRAY:
         raise _Damage(f"{shown(key)} is of type {kind}, which GGUF does not have")
     item_kind, count = cursor.integer("<I"), cursor.integer("<Q")

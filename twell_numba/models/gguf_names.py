@@ -9,9 +9,13 @@ import numpy as np
 OWN_ARCHITECTURE = "twell"
 # Whose rows of the projections to queries and keys are in another order.
 LLAMA = "llama"
-ARCHITECTURES = (LLAMA, "qwen2", OWN_ARCHITECTURE)
+QWEN2 = "qwen2"
+ARCHITECTURES = (LLAMA, QWEN2, OWN_ARCHITECTURE)
 
+# By what each frequency of rotary positions is divided.
 ROPE_FACTORS = "rope_freqs.weight"
+# Of what these come, in files of this package: factor, low and high frequency factor, context.
+ROPE_SCALING = "twell.rope_scaling"
 
 _WHOLE = {
     "model.embed_tokens": "token_embd",

@@ -15,6 +15,7 @@ from twell_numba.models.gguf_names import (
     LLAMA,
     OWN_ARCHITECTURE,
     ROPE_FACTORS,
+    ROPE_SCALING,
     interleaved_rows,
     is_rotated,
     stored_name,
@@ -29,8 +30,8 @@ from twell_numba.models.tokenizer import TextTokenizer
 BAND_NBYTES = 1 << 18
 # Fewest numbers worth a thread of their own.
 GRAIN = 500_000
-# Of Llama 3.1 and later; a file holds only what comes of them.
-_LLAMA3_CONTEXT = 8192
+# What Llama 3.1 and later were first trained on.
+LLAMA3_CONTEXT = 8192
 
 
 def read_gguf(
@@ -177,20 +178,38 @@ def _scaling_of_factors(file: GGUFFile, head_width: int, base: float) -> RopeSca
         )
     factors = np.empty(tensor.shape, np.float32)
     _read_tensor(file, tensor, factors)
+    largest = float(factors.max())
+    if not 1 <= factors.min() <= largest < np.inf:
+        raise TwellError(f"{file.path} has {ROPE_FACTORS} {factors.min():g}, at least 1 wanted")
     if np.allclose(factors, 1.0, rtol=1e-5):
         return None
-    largest = float(factors.max())
-    for scaling in (
+    # A file keeps what comes of a scaling, not the scaling.
+    candidates = [
         RopeScaling("linear", largest),
-        RopeScaling("llama3", largest, 1.0, 4.0, _LLAMA3_CONTEXT),
-    ):
-        wanted = scaling.divisors(head_width, base)
-        if largest >= 1 and np.allclose(factors, wanted, rtol=1e-3):
+        RopeScaling("llama3", largest, 1.0, 4.0, LLAMA3_CONTEXT),
+    ]
+    if ROPE_SCALING in file.metadata:
+        candidates.insert(0, _own_scaling(file))
+    for scaling in candidates:
+        if np.allclose(factors, scaling.divisors(head_width, base), rtol=1e-3):
             return scaling
     raise TwellError(
         f"{file.path} has {ROPE_FACTORS} from {factors.min():g} to {largest:g}, which are those of "
         f"no scaling that is supported: linear, or that of Llama 3"
     )
+
+
+def _own_scaling(file: GGUFFile) -> RopeScaling:
+    numbers = file.numbers(ROPE_SCALING).tolist()
+    if len(numbers) != 4 or not np.isfinite(numbers).all():
+        raise TwellError(f"{file.path} has {ROPE_SCALING} {numbers}, four numbers wanted")
+    factor, low, high, context = numbers
+    scaling = RopeScaling("llama3", factor, low, high, int(context))
+    try:
+        scaling.validate()
+    except TwellError as error:
+        raise TwellError(f"{file.path}: {error}") from error
+    return scaling
 
 
 def _read_weights(

@@ -36,7 +36,7 @@ EOS_TOKENS = "twell.eos_token_ids"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-_KEYS_OF_IDS = {
+KEYS_OF_IDS = {
     "bos_token": "bos",
     "eos_token": "eos",
     "eot_token": "eot",
@@ -218,7 +218,7 @@ def _begin_texts_with(tokenizer: Tokenizer, text: str, token: int) -> None:
 def _settings(file: GGUFFile, tokens: _Tokens, adds_bos: bool | None) -> TokenizerSettings:
     ids = {
         name: _token_id(file, f"{PREFIX}{key}_token_id", tokens)
-        for name, key in _KEYS_OF_IDS.items()
+        for name, key in KEYS_OF_IDS.items()
     }
     ends = [ids["eos_token"], ids["eot_token"], ids["eom_token"]]
     if EOS_TOKENS in file.metadata:

@@ -4,7 +4,9 @@ Merges never go over the border of a word, so another split gives other tokens. 
 those of the models' own ``tokenizer.json``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
@@ -83,3 +85,38 @@ WORD_SPLITS = {
     # What llama.cpp does for files that do not say.
     "default": WordSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
+
+
+def name_of_split(content: Mapping[str, Any]) -> str:
+    """Return the name of how a ``tokenizer.json`` splits texts; ``default`` if it has none."""
+    split = _split_of(content)
+    for name, known in WORD_SPLITS.items():
+        if (
+            known.expressions == split.expressions
+            and known.single_digits == split.single_digits
+            and known.composes == split.composes
+            and known.ignores_merges == split.ignores_merges
+        ):
+            return name
+    return "default"
+
+
+def _split_of(content: Mapping[str, Any]) -> WordSplit:
+    step = content["pre_tokenizer"]
+    steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step]
+    expressions: list[str] = []
+    single_digits = False
+    for step in steps:
+        match step:
+            case {"type": "Split", "pattern": {"Regex": str(expression)}, "behavior": "Isolated"}:
+                expressions.append(expression)
+            case {"type": "Digits", "individual_digits": True}:
+                single_digits = True
+            case {"type": "ByteLevel", "use_regex": True}:
+                expressions.append(_GPT2)
+    return WordSplit(
+        tuple(expressions),
+        single_digits,
+        content["normalizer"] == {"type": "NFC"},
+        bool(content["model"].get("ignore_merges")),
+    )

@@ -54,11 +54,11 @@ def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes:
     vocabulary = {
         text: token for text, token in tokenizer.get_vocab().items() if token not in added
     }
-    steps = _decoder_steps(tokenizer)
-    if [step["type"] for step in steps] == ["ByteLevel"]:
+    if is_byte_level(tokenizer):
         result = TokenBytes(_byte_level(vocabulary), 0)
     else:
-        result = TokenBytes(_sentencepiece(vocabulary, tokenizer.model), _blanks(steps))
+        blanks = _blanks(_decoder_steps(tokenizer))
+        result = TokenBytes(_sentencepiece(vocabulary, tokenizer.model), blanks)
     result.bytes_of.update({token: each.content.encode() for token, each in added.items()})
     if max(result.bytes_of) >= MOST_TOKENS:
         raise TwellError(
@@ -66,6 +66,11 @@ def token_bytes(tokenizer: tokenizers.Tokenizer) -> TokenBytes:
             f"{MOST_TOKENS - 1} wanted: fetch it again"
         )
     return result
+
+
+def is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Say whether the characters of tokens stand for bytes, as GPT-2's do."""
+    return [step["type"] for step in _decoder_steps(tokenizer)] == ["ByteLevel"]
 
 
 def byte_alphabet() -> list[str]:
