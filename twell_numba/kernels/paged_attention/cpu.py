@@ -203,17 +203,34 @@ def _require_pages(
     tables: np.ndarray, lengths: np.ndarray, counts: np.ndarray, keys: np.ndarray
 ) -> None:
     pages, page_size = keys.shape[:2]
-    if (lengths < counts).any():
-        raise ValueError("more queries than tokens of a sequence given, at most as many wanted")
-    needed = -(-lengths // max(page_size, 1))
-    if needed.max(initial=0) > tables.shape[1]:
+    wrong = _first_wrong(tables, lengths, counts, pages, page_size)
+    if wrong < 0:
+        return
+    length, room = lengths[wrong], tables.shape[1] * page_size
+    if length < counts[wrong]:
         raise ValueError(
-            f"tables of {tables.shape[1]} pages given, {needed.max()} wanted for "
-            f"{lengths.max()} tokens"
+            f"{counts[wrong]} queries and {length} tokens of sequence {wrong} given, as many "
+            f"tokens at least wanted"
         )
-    used = np.arange(tables.shape[1]) < needed[:, None]
-    if ((tables < 0) | (tables >= pages))[used].any():
-        raise ValueError(f"a table with a page that is not there given, 0 to {pages - 1} wanted")
+    if length > room:
+        raise ValueError(f"tables for {room} tokens given, {length} wanted for sequence {wrong}")
+    raise ValueError(
+        f"pages {tables[wrong].min()} to {tables[wrong].max()} given in the table of sequence "
+        f"{wrong}, 0 to {pages - 1} wanted"
+    )
+
+
+@jit
+def _first_wrong(tables, lengths, counts, pages, page_size):
+    """Return the first sequence that lacks a token, or a page that its tokens need; -1 if none."""
+    for s in range(lengths.size):
+        needed = (lengths[s] + page_size - 1) // page_size
+        if lengths[s] < counts[s] or needed > tables.shape[1]:
+            return s
+        for i in range(needed):
+            if not 0 <= tables[s, i] < pages:
+                return s
+    return -1
 
 
 @jit
