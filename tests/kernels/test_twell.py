@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from twell_numba.device import set_thread_count, thread_count
+from twell_numba.kernels.dense_ffn import cpu as dense_cpu
 from twell_numba.kernels.twell import cpu, reference
 
 TILE, SLOTS = 16, 4
@@ -20,6 +21,8 @@ PROBLEMS = [
     (300, 64, 500, 20),
 ]
 TOLERANCE = {np.float32: 1e-5, np.float64: 1e-13}
+
+every_activation = pytest.mark.parametrize("activation", ["relu", "relu2"])
 
 
 def make_problem(rng, rows, width, neurons, firing, dtype=np.float64):
@@ -41,6 +44,9 @@ def assert_close(actual, wanted, dtype):
 def assert_same_packing(packed, wanted):
     packed.pattern().validate()
     packed.hidden().validate()
+    np.testing.assert_allclose(
+        packed.hidden().to_dense(), wanted.hidden().to_dense(), rtol=1e-3, atol=1e-4
+    )
     np.testing.assert_array_equal(packed.counts, wanted.counts)
     np.testing.assert_array_equal(packed.tail_rows, wanted.tail_rows)
     stored = ~padding_of(packed)
@@ -91,19 +97,22 @@ def compiled_kernels():
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@every_activation
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_gated_ffn(rng, problem, dtype):
+def test_gated_ffn(rng, problem, activation, dtype):
     x, gate, up, down = make_problem(rng, *problem, dtype)
     dy = rng.standard_normal(x.shape).astype(dtype)
-    y, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, SLOTS)
-    wanted_y, wanted = reference.gated_ffn_forward(x, gate, up, down, TILE, SLOTS)
+    y, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, SLOTS, activation)
+    wanted_y, wanted = reference.gated_ffn_forward(x, gate, up, down, TILE, SLOTS, activation)
     assert_same_packing(packed, wanted)
     assert_close(y, wanted_y, dtype)
     poison_padding(packed)
     gradients = np.ones((3, *gate.shape), dtype)
     wanted_gradients = gradients.copy()
-    dx = cpu.gated_ffn_backward(dy, x, gate, up, down, packed, 0.3, *gradients)
-    wanted_dx = reference.gated_ffn_backward(dy, x, gate, up, down, wanted, 0.3, *wanted_gradients)
+    dx = cpu.gated_ffn_backward(dy, x, gate, up, down, packed, 0.3, *gradients, activation)
+    wanted_dx = reference.gated_ffn_backward(
+        dy, x, gate, up, down, wanted, 0.3, *wanted_gradients, activation
+    )
     assert_close(dx, wanted_dx, dtype)
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
         assert_close(gradient, wanted_gradient, dtype)
@@ -111,26 +120,28 @@ def test_gated_ffn(rng, problem, dtype):
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@every_activation
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_two_matrix_ffn(rng, problem, dtype):
+def test_two_matrix_ffn(rng, problem, activation, dtype):
     x, up, _, down = make_problem(rng, *problem, dtype)
     dy = rng.standard_normal(x.shape).astype(dtype)
-    y, packed = cpu.ffn_forward(x, up, down, TILE, SLOTS)
-    wanted_y, wanted = reference.ffn_forward(x, up, down, TILE, SLOTS)
+    y, packed = cpu.ffn_forward(x, up, down, TILE, SLOTS, activation)
+    wanted_y, wanted = reference.ffn_forward(x, up, down, TILE, SLOTS, activation)
     assert_same_packing(packed, wanted)
     assert_close(y, wanted_y, dtype)
     poison_padding(packed)
     gradients = np.ones((2, *up.shape), dtype)
     wanted_gradients = gradients.copy()
-    dx = cpu.ffn_backward(dy, x, up, down, packed, 0.3, *gradients)
-    wanted_dx = reference.ffn_backward(dy, x, up, down, wanted, 0.3, *wanted_gradients)
+    dx = cpu.ffn_backward(dy, x, up, down, packed, 0.3, *gradients, activation)
+    wanted_dx = reference.ffn_backward(dy, x, up, down, wanted, 0.3, *wanted_gradients, activation)
     assert_close(dx, wanted_dx, dtype)
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
         assert_close(gradient, wanted_gradient, dtype)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_reference_gradients(rng, gated, gradient_check, away_from_kinks):
+@every_activation
+def test_reference_gradients(rng, activation, gated, gradient_check, away_from_kinks):
     x, gate, up, down = make_problem(rng, 6, 8, 40, 12)
     away_from_kinks(rng, x, [gate, up])
     dy = rng.standard_normal(x.shape)
@@ -139,12 +150,12 @@ def test_reference_gradients(rng, gated, gradient_check, away_from_kinks):
     backward = reference.gated_ffn_backward if gated else reference.ffn_backward
 
     def loss():
-        y, packed = forward(x, *weights, TILE, SLOTS)
+        y, packed = forward(x, *weights, TILE, SLOTS, activation)
         return np.sum(y * dy) + 0.3 * np.abs(packed.hidden().to_dense()).sum()
 
     gradients = [np.zeros_like(weight) for weight in weights]
-    _, packed = forward(x, *weights, TILE, SLOTS)
-    dx = backward(dy, x, *weights, packed, 0.3, *gradients)
+    _, packed = forward(x, *weights, TILE, SLOTS, activation)
+    dx = backward(dy, x, *weights, packed, 0.3, *gradients, activation)
     gradient_check(loss, [x, *weights], [dx, *gradients], rng)
 
 
@@ -185,6 +196,22 @@ def test_more_neurons_than_16_bits_can_count(rng, neurons):
         assert packed.pattern().to_dense()[:, -1].tolist() == [9, 9, 9]
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_same_numbers_as_the_dense_path(rng, activation):
+    x, gate, up, down = make_problem(rng, 40, 24, 70, 12)
+    dy = rng.standard_normal(x.shape)
+    results = []
+    for family, options in ((dense_cpu, {}), (cpu, {"tile": TILE, "slots": SLOTS})):
+        gradients = np.zeros((3, *gate.shape))
+        options["activation"] = activation
+        y, activations = family.gated_ffn_forward(x, gate, up, down, **options)
+        arguments = (dy, x, gate, up, down, activations, 0.3, *gradients)
+        dx = family.gated_ffn_backward(*arguments, activation=activation)
+        results.append((y, dx, *gradients))
+    for actual, wanted in zip(*results, strict=True):
+        assert_close(actual, wanted, np.float64)
+
+
 def test_every_row_may_overflow(rng):
     x, gate, up, down = make_problem(rng, 3000, 4, 40, 20)
     y, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, 1)
@@ -192,14 +219,15 @@ def test_every_row_may_overflow(rng):
     assert_close(y, reference.gated_ffn_forward(x, gate, up, down, TILE, 1)[0], np.float64)
 
 
-def test_nan_is_kept_through_forward_and_backward(rng):
+@every_activation
+def test_nan_is_kept_through_forward_and_backward(rng, activation):
     x, gate, up, down = make_problem(rng, 5, 8, 40, 4)
     x[2, 3] = np.nan
-    y, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, SLOTS)
+    y, packed = cpu.gated_ffn_forward(x, gate, up, down, TILE, SLOTS, activation)
     assert np.isnan(y[2]).all()
     assert np.isfinite(np.delete(y, 2, axis=0)).all()
     gradients = np.zeros((3, *gate.shape))
-    dx = cpu.gated_ffn_backward(y, x, gate, up, down, packed, 0.0, *gradients)
+    dx = cpu.gated_ffn_backward(y, x, gate, up, down, packed, 0.0, *gradients, activation)
     assert np.isnan(dx[2]).all()
     assert np.isnan(gradients).any()
 
@@ -285,6 +313,10 @@ def test_wrong_arguments_are_refused(rng):
         cpu.gated_ffn_forward(x.astype(np.float16), gate, up, down)
     with pytest.raises(TypeError, match="one dtype"):
         cpu.ffn_forward(x.astype(np.float32), up, down)
+    with pytest.raises(ValueError, match="activation 'silu' given, one of relu, relu2 wanted"):
+        cpu.gated_ffn_forward(x, gate, up, down, activation="silu")
+    with pytest.raises(ValueError, match="activation 'silu' given, one of relu, relu2 wanted"):
+        reference.ffn_forward(x, up, down, activation="silu")
     with pytest.raises(ValueError, match="tile=65537 given"):
         cpu.relu_pack(x, tile=65537)
     with pytest.raises(ValueError, match="slots=0 given"):

@@ -21,8 +21,8 @@ class PackedActivations:
         Entries a tile has room for. The tiles of a row lie one after another, so that an entry's
         place in its row is one number.
     values : ndarray, shape (M, tiles * slots)
-        ``relu(g)`` of a gated layer, ``h`` of a two-matrix layer. Entries past a tile's count are
-        arbitrary.
+        ``relu(g)`` of a gated layer (or its square), ``h`` of a two-matrix layer. Entries past a
+        tile's count are arbitrary.
     columns : ndarray of uint16, shape (M, tiles * slots)
         Neuron of each entry, as an offset inside its tile.
     counts : ndarray of int32, shape (M, tiles)

@@ -10,6 +10,9 @@ everything after it is computed for the stored entries alone:
     dh = dy Wd^T + l1 sign(h),  du = dh * relu(g),  dg = dh * u
     dWd = h^T dy,  dWu = du^T x,  dWg = dg^T x,  dx = du Wu + dg Wg
 
+With the activation ``relu2``, relu(g)^2 takes the place of relu(g), here and in what is packed. Its
+derivative, 2 relu(g), is found again as twice the root.
+
 How the data flows. Forward runs by rows: a thread multiplies a range of rows with the gate (BLAS on
 one thread), packs them and gathers the rows of Wu and Wd that its tokens need, while all of it is
 in the thread's cache. Backward runs twice over the entries: by neuron (each entry's position listed
@@ -39,13 +42,17 @@ from collections.abc import Callable
 import numpy as np
 
 from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, matmul, single_threaded_blas
+from twell_numba.device.few_rows import FEW_ROWS, few_rows_product
 from twell_numba.device.jit import jit
 from twell_numba.device.simd import LANES, lowest_bit, positive_mask
 from twell_numba.device.threads import run_ranges
+from twell_numba.kernels.activation_functions import activation_number
 from twell_numba.kernels.checks import float_inputs, require_shape
 from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs, l1_scale_input
 from twell_numba.kernels.twell.activations import PackedActivations
 
+# Those that leave exact zeros.
+ACTIVATIONS = ("relu", "relu2")
 # Rows whose pre-activations a thread holds at a time: enough for BLAS to run at full speed.
 PANEL_ROWS = 512
 # Stored entries of one neuron handled at a time in the backward pass.
@@ -78,7 +85,7 @@ def relu_pack(gate: np.ndarray, tile: int = 256, slots: int = 64) -> PackedActiv
     packed = _allocate(gate.shape[0], gate.shape[1], tile, slots, gate.dtype)
     tail: list[tuple[np.ndarray, np.ndarray]] = []
     run_ranges(
-        lambda start, stop: _pack_panel(gate[start:stop], start, packed, tail),
+        lambda start, stop: _pack_panel(gate[start:stop], start, packed, tail, False),
         gate.shape[0],
         grain=ROW_GRAIN,
     )
@@ -93,6 +100,7 @@ def gated_ffn_forward(
     down_weight: np.ndarray,
     tile: int = 256,
     slots: int = 64,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, PackedActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd, reading up and down only where relu is positive.
 
@@ -103,13 +111,21 @@ def gated_ffn_forward(
         Neuron-major: row j belongs to neuron j.
     tile, slots : int
         TwELL's tile width and entries a tile.
+    activation : {"relu", "relu2"}
+        ``relu2`` squares what relu gives.
 
     Returns
     -------
     y : ndarray, shape (M, D)
     activations : PackedActivations
         What :func:`gated_ffn_backward` needs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dtypes or shapes do not fit, or the activation leaves no zeros.
     """
+    is_squared = _is_squared(activation)
     x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
@@ -134,7 +150,7 @@ def gated_ffn_forward(
             stop,
         )
 
-    _forward_panels(x, gate_weight, packed, gather)
+    _forward_panels(x, gate_weight, packed, gather, is_squared)
     if packed.tail_rows.size:
         packed.up_tail = matmul(x[packed.tail_rows], up_weight.T)
         y[packed.tail_rows] = matmul(packed.tail_values * packed.up_tail, down_weight)
@@ -152,6 +168,7 @@ def gated_ffn_backward(
     gate_grad: np.ndarray,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Differentiate :func:`gated_ffn_forward` over the stored entries.
 
@@ -166,11 +183,14 @@ def gated_ffn_backward(
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : ndarray, shape (F, D)
         C-contiguous; changed in place: the gradients are added.
+    activation : str
+        As given to the forward pass.
 
     Returns
     -------
     dx : ndarray, shape (M, D)
     """
+    is_squared = _is_squared(activation)
     x, gate_weight, up_weight, down_weight = forward_inputs(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
@@ -198,6 +218,7 @@ def gated_ffn_backward(
             x,
             down_weight,
             scale,
+            is_squared,
             packed.values,
             packed.up_values,
             neuron_starts,
@@ -240,6 +261,8 @@ def gated_ffn_backward(
         d_hidden = matmul(dy_tail, down_weight.T) + scale * np.sign(hidden)
         d_up = np.where(fires, d_hidden * gate, 0)
         d_gate = np.where(fires, d_hidden * up, 0)
+        if is_squared:
+            d_gate *= 2 * np.sqrt(gate)
         add_matmul(hidden.T, dy_tail, down_grad)
         add_matmul(d_up.T, x_tail, up_grad)
         add_matmul(d_gate.T, x_tail, gate_grad)
@@ -248,13 +271,19 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 64
+    x: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    tile: int = 256,
+    slots: int = 64,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, PackedActivations]:
     """Compute y = relu(x Wu^T) Wd, reading down only where relu is positive.
 
     Parameters and returns as :func:`gated_ffn_forward`, without the gate; the activations'
     ``values`` are h.
     """
+    is_squared = _is_squared(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     _require_tile(tile, slots)
     packed = _allocate(x.shape[0], up_weight.shape[0], tile, slots, x.dtype)
@@ -265,7 +294,7 @@ def ffn_forward(
             down_weight, packed.values, packed.columns, packed.counts, tile, y, start, stop
         )
 
-    _forward_panels(x, up_weight, packed, gather)
+    _forward_panels(x, up_weight, packed, gather, is_squared)
     if packed.tail_rows.size:
         y[packed.tail_rows] = matmul(packed.tail_values, down_weight)
     return y, packed
@@ -280,11 +309,13 @@ def ffn_backward(
     l1_scale: float,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Differentiate :func:`ffn_forward` over the stored entries.
 
     Parameters and returns as :func:`gated_ffn_backward`, without the gate.
     """
+    is_squared = _is_squared(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
     dy = backward_inputs(
         dy, x, up_weight, activations, PackedActivations, up_grad=up_grad, down_grad=down_grad
@@ -301,6 +332,7 @@ def ffn_backward(
             x,
             down_weight,
             scale,
+            is_squared,
             packed.values,
             neuron_starts,
             entry_rows,
@@ -328,6 +360,8 @@ def ffn_backward(
         dy_tail, x_tail = dy[rows], x[rows]
         d_hidden = matmul(dy_tail, down_weight.T) + scale * np.sign(hidden)
         d_up = np.where(~(hidden <= 0), d_hidden, 0)
+        if is_squared:
+            d_up *= 2 * np.sqrt(hidden)
         add_matmul(hidden.T, dy_tail, down_grad)
         add_matmul(d_up.T, x_tail, up_grad)
         dx[rows] = matmul(d_up, up_weight)
@@ -372,6 +406,11 @@ def activation_statistics(activations: PackedActivations) -> tuple[int, float, n
 # ---- Checks and allocation
 
 
+def _is_squared(activation: str) -> bool:
+    activation_number(activation, ACTIVATIONS)
+    return activation == "relu2"
+
+
 def _require_tile(tile: int, slots: int) -> None:
     if not 1 <= tile <= 65536:
         raise ValueError(
@@ -405,12 +444,14 @@ def _forward_panels(
     weight: np.ndarray,
     packed: PackedActivations,
     gather: Callable[[int, int], None],
+    is_squared: bool,
 ) -> None:
     """Multiply by ``weight``, pack and gather, a panel of rows at a time on every thread."""
     rows, neurons = x.shape[0], weight.shape[0]
     tail: list[tuple[np.ndarray, np.ndarray]] = []
-    if x.size * neurons < SMALL_PRODUCT:
-        _pack_panel(np.matmul(x, weight.T), 0, packed, tail)
+    if rows <= FEW_ROWS or x.size * neurons < SMALL_PRODUCT:
+        product = few_rows_product(x, weight) if rows <= FEW_ROWS else np.matmul(x, weight.T)
+        _pack_panel(product, 0, packed, tail, is_squared)
         gather(0, rows)
         _collect_tail(packed, tail)
         return
@@ -421,7 +462,7 @@ def _forward_panels(
             last = min(first + PANEL_ROWS, stop)
             panel = buffer[: last - first]
             np.matmul(x[first:last], weight.T, out=panel)
-            _pack_panel(panel, first, packed, tail)
+            _pack_panel(panel, first, packed, tail, is_squared)
             gather(first, last)
 
     with single_threaded_blas():
@@ -434,16 +475,25 @@ def _pack_panel(
     first_row: int,
     packed: PackedActivations,
     tail: list[tuple[np.ndarray, np.ndarray]],
+    is_squared: bool,
 ) -> None:
     """Pack some rows; those that overflow are emptied and their relu is appended to ``tail``."""
     overflows = _pack_rows(
-        panel, first_row, packed.tile, packed.slots, packed.values, packed.columns, packed.counts
+        panel,
+        first_row,
+        packed.tile,
+        packed.slots,
+        is_squared,
+        packed.values,
+        packed.columns,
+        packed.counts,
     )
     if overflows:
         counts = packed.counts[first_row : first_row + panel.shape[0]]
         rows = np.flatnonzero((counts > packed.slots).any(axis=1))
         counts[rows] = 0
-        tail.append((first_row + rows, np.maximum(panel[rows], 0)))
+        values = np.maximum(panel[rows], 0)
+        tail.append((first_row + rows, values * values if is_squared else values))
 
 
 def _collect_tail(packed: PackedActivations, tail: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -454,7 +504,7 @@ def _collect_tail(packed: PackedActivations, tail: list[tuple[np.ndarray, np.nda
 
 
 @jit
-def _pack_rows(panel, first_row, tile, slots, values, columns, counts):
+def _pack_rows(panel, first_row, tile, slots, is_squared, values, columns, counts):
     """Pack the positive and NaN entries of each row; return how many tiles hold more than fit."""
     neurons = panel.shape[1]
     overflows = 0
@@ -481,6 +531,9 @@ def _pack_rows(panel, first_row, tile, slots, values, columns, counts):
                         columns[m, t * slots + count] = np.uint16(k - start)
                     count += 1
             counts[m, t] = count
+            if is_squared:
+                for place in range(t * slots, t * slots + min(count, slots)):
+                    values[m, place] *= values[m, place]
             if count > slots:
                 overflows += 1
     return overflows
@@ -600,6 +653,7 @@ def _gated_backward_neurons(
     x,
     down_weight,
     l1_scale,
+    is_squared,
     values,
     up_values,
     neuron_starts,
@@ -630,6 +684,9 @@ def _gated_backward_neurons(
                 d_hidden[i] += l1_scale * np.sign(hidden[i])
                 d_up[i] = d_hidden[i] * gate
                 d_gate[i] = d_hidden[i] * up
+                if is_squared:
+                    root = np.sqrt(gate)
+                    d_gate[i] *= root + root
                 d_up_values[rows[i], places[i]] = d_up[i]
                 d_gate_values[rows[i], places[i]] = d_gate[i]
             _gather_sum(hidden, dy, rows, count, down_grad[j])
@@ -662,6 +719,7 @@ def _backward_neurons(
     x,
     down_weight,
     l1_scale,
+    is_squared,
     values,
     neuron_starts,
     entry_rows,
@@ -683,6 +741,9 @@ def _backward_neurons(
             for i in range(count):
                 hidden[i] = values[rows[i], places[i]]
                 d_up[i] += l1_scale * np.sign(hidden[i])
+                if is_squared:
+                    root = np.sqrt(hidden[i])
+                    d_up[i] *= root + root
                 d_up_values[rows[i], places[i]] = d_up[i]
             _gather_sum(hidden, dy, rows, count, down_grad[j])
             _gather_sum(d_up, x, rows, count, up_grad[j])

@@ -6,6 +6,7 @@ The numbers are those of the dense reference; only what is returned is packed. F
 
 import numpy as np
 
+from twell_numba.kernels.activation_functions import activation_number
 from twell_numba.kernels.dense_ffn import reference as dense
 from twell_numba.kernels.twell.activations import PackedActivations
 
@@ -22,10 +23,12 @@ def gated_ffn_forward(
     down_weight: np.ndarray,
     tile: int = 256,
     slots: int = 64,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations."""
-    y, (gate, up, _) = dense.gated_ffn_forward(x, gate_weight, up_weight, down_weight)
-    return y, _pack(gate, gate, up, tile, slots)
+    weights = (gate_weight, up_weight, down_weight)
+    y, (gate, up, _) = dense.gated_ffn_forward(x, *weights, activation)
+    return y, _pack(gate, _power(gate, activation), up, tile, slots)
 
 
 def gated_ffn_backward(
@@ -39,21 +42,27 @@ def gated_ffn_backward(
     gate_grad: np.ndarray,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Return dx (M, D) and add the weights' gradients in place."""
     weights = (gate_weight, up_weight, down_weight)
-    _, recomputed = dense.gated_ffn_forward(x, *weights)
+    _, recomputed = dense.gated_ffn_forward(x, *weights, activation)
     return dense.gated_ffn_backward(
-        dy, x, *weights, recomputed, l1_scale, gate_grad, up_grad, down_grad
+        dy, x, *weights, recomputed, l1_scale, gate_grad, up_grad, down_grad, activation
     )
 
 
 def ffn_forward(
-    x: np.ndarray, up_weight: np.ndarray, down_weight: np.ndarray, tile: int = 256, slots: int = 64
+    x: np.ndarray,
+    up_weight: np.ndarray,
+    down_weight: np.ndarray,
+    tile: int = 256,
+    slots: int = 64,
+    activation: str = "relu",
 ) -> tuple[np.ndarray, PackedActivations]:
     """Return y (M, D) and the packed activations of a two-matrix layer."""
-    y, (up, _, _) = dense.ffn_forward(x, up_weight, down_weight)
-    return y, _pack(up, up, None, tile, slots)
+    y, (up, _, _) = dense.ffn_forward(x, up_weight, down_weight, activation)
+    return y, _pack(up, _power(up, activation), None, tile, slots)
 
 
 def ffn_backward(
@@ -65,11 +74,12 @@ def ffn_backward(
     l1_scale: float,
     up_grad: np.ndarray,
     down_grad: np.ndarray,
+    activation: str = "relu",
 ) -> np.ndarray:
     """Return dx (M, D) of a two-matrix layer and add the weights' gradients in place."""
-    _, recomputed = dense.ffn_forward(x, up_weight, down_weight)
+    _, recomputed = dense.ffn_forward(x, up_weight, down_weight, activation)
     return dense.ffn_backward(
-        dy, x, up_weight, down_weight, recomputed, l1_scale, up_grad, down_grad
+        dy, x, up_weight, down_weight, recomputed, l1_scale, up_grad, down_grad, activation
     )
 
 
@@ -78,6 +88,12 @@ def activation_statistics(activations: PackedActivations) -> tuple[int, float, n
     hidden = activations.hidden().to_dense()
     nonzero = hidden != 0
     return int(nonzero.sum()), float(np.abs(hidden).sum(dtype=np.float64)), nonzero.any(axis=0)
+
+
+def _power(x: np.ndarray, activation: str) -> np.ndarray:
+    """Return what relu or relu2 makes of positive x."""
+    activation_number(activation, ("relu", "relu2"))
+    return x * x if activation == "relu2" else x
 
 
 def _pack(
