@@ -172,5 +172,5 @@ def test_refuses_what_does_not_fit(rng):
         cpu.decode_attention(q[:2, :1], *[np.repeat(keys, 2, 2)] * 2, tables, lengths)
     with pytest.raises(TypeError, match="float32 or float64 wanted"):
         cpu.decode_attention(q[:2].astype(int), keys, values, tables, lengths)
-    with pytest.raises(ValueError, match="slots -1 to -1 given, 0 to 1023 wanted"):
+    with pytest.raises(ValueError, match="slot -1 given, 0 to 1023 wanted"):
         cpu.store_tokens(keys, keys[0, :1], np.array([-1]))

@@ -67,13 +67,25 @@ def store_tokens(pages: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None
         If the shapes do not fit, or a slot is not in the pages.
     """
     require_in_place("pages", pages, ("P", "page size", "G", "w"), rows.dtype)
-    slots = index_input("slots", slots)
+    (rows,), slots = float_inputs(rows=rows), index_input("slots", slots)
     room = pages.shape[0] * pages.shape[1]
     require_shape("slots", slots, ("M",))
     require_shape("rows", rows, (slots.size, *pages.shape[2:]))
-    if slots.size and not 0 <= slots.min() <= slots.max() < room:
-        raise ValueError(f"slots {slots.min()} to {slots.max()} given, 0 to {room - 1} wanted")
-    pages.reshape(room, *pages.shape[2:])[slots] = rows
+    width = pages.shape[2] * pages.shape[3]
+    wrong = _store(pages.reshape(room, width), rows.reshape(slots.size, width), slots)
+    if wrong >= 0:
+        raise ValueError(f"slot {slots[wrong]} given, 0 to {room - 1} wanted")
+
+
+@jit
+def _store(pages, rows, slots):
+    """Return the first token whose slot is not there, before anything is written; -1 if none."""
+    for m in range(slots.size):
+        if not 0 <= slots[m] < pages.shape[0]:
+            return m
+    for m in range(slots.size):
+        pages[slots[m]] = rows[m]
+    return -1
 
 
 def decode_attention(
