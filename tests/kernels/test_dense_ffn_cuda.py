@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
+from twell_numba.kernels.activation_functions import ACTIVATIONS  # noqa: E402
 from twell_numba.kernels.dense_ffn import cuda, reference  # noqa: E402
 
 # M, D, F
@@ -31,8 +32,12 @@ def functions(family, *, is_gated):
 
 
 @pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "two_matrix"])
-def test_matches_the_reference(rng, machine, precision, is_gated, relative_error, rounded):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_matches_the_reference(
+    rng, machine, precision, activation, is_gated, relative_error, rounded
+):
     dtype, tolerance = precision
+    options = {"activation": activation}
     random = [tuple(rng.integers(1, 400, 3)) for _ in range(200)] if machine.is_real else []
     forward, backward = functions(cuda, is_gated=is_gated)
     wanted_forward, wanted_backward = functions(reference, is_gated=is_gated)
@@ -44,10 +49,10 @@ def test_matches_the_reference(rng, machine, precision, is_gated, relative_error
         x, dy = machine.upload(x), machine.upload(dy)
         weights = [machine.upload(weight) for weight in weights]
         gradients = [machine.upload(gradient) for gradient in gradients]
-        y, activations = forward(x, *weights)
-        dx = backward(dy, x, *weights, activations, 0.25, *gradients)
-        expected_y, expected = wanted_forward(x64, *weights64)
-        expected_dx = wanted_backward(dy64, x64, *weights64, expected, 0.25, *grads64)
+        y, activations = forward(x, *weights, **options)
+        dx = backward(dy, x, *weights, activations, 0.25, *gradients, **options)
+        expected_y, expected = wanted_forward(x64, *weights64, **options)
+        expected_dx = wanted_backward(dy64, x64, *weights64, expected, 0.25, *grads64, **options)
         assert activations.shape == expected.shape
         # a chain of products, each rounded to 16 bits: of a few numbers many may cancel
         allowed = 3 * tolerance if dtype.itemsize == 2 and min(shape) < 16 else tolerance
@@ -114,17 +119,40 @@ def test_statistics(rng, machine, precision):
         assert actual[2].dtype == np.bool_
 
 
-def test_nan_is_kept(rng, machine):
-    x, dy, weights, gradients = make(rng, 3, 8, 20, is_gated=True)
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "two_matrix"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_is_kept(rng, machine, activation, is_gated):
+    forward, backward = functions(cuda, is_gated=is_gated)
+    x, dy, weights, gradients = make(rng, 3, 8, 20, is_gated=is_gated)
     x[1, 2] = np.nan
     weights = [machine.upload(weight) for weight in weights]
     gradients = [machine.upload(gradient) for gradient in gradients]
     x, dy = machine.upload(x), machine.upload(dy)
-    y, activations = cuda.gated_ffn_forward(x, *weights)
-    dx = cuda.gated_ffn_backward(dy, x, *weights, activations, 0.1, *gradients)
+    y, activations = forward(x, *weights, activation=activation)
+    dx = backward(dy, x, *weights, activations, 0.1, *gradients, activation=activation)
     for array in (y, activations.hidden, dx):
         nan = np.isnan(array.to_numpy())
         assert nan.all(axis=1).tolist() == nan.any(axis=1).tolist() == [False, True, False]
+
+
+def test_silu_of_numbers_of_any_size(machine):
+    largest = np.finfo(np.float32).max / 4
+    x = np.array([[0, -0.0, 1e-3, -1e-3, 1, -1, 20, -20, 80, -80, 1e4, -1e4, largest, -largest]])
+    x = x.astype(np.float32)
+    one = np.eye(x.shape[1], dtype=np.float32)
+    x64, one64 = x.astype(np.float64), one.astype(np.float64)
+    _, wanted = reference.ffn_forward(x64, one64, one64, "silu")
+    wanted_dx = reference.ffn_backward(
+        np.ones_like(x64), x64, one64, one64, wanted, 0.0, *np.zeros((2, *one.shape)), "silu"
+    )
+    x, dy, one, *gradients = map(
+        machine.upload, (x, np.ones_like(x), one, *np.zeros((2, *one.shape), np.float32))
+    )
+    _, activations = cuda.ffn_forward(x, one, one, "silu")
+    dx = cuda.ffn_backward(dy, x, one, one, activations, 0.0, *gradients, "silu")
+    hidden = activations.hidden.to_numpy()
+    np.testing.assert_allclose(hidden, wanted.hidden, rtol=1e-6, atol=1e-33)
+    np.testing.assert_allclose(dx.to_numpy(), wanted_dx, rtol=1e-6, atol=1e-33)
 
 
 def test_same_bits_on_every_run(rng, machine):
@@ -148,6 +176,8 @@ def test_refuses_what_does_not_fit(rng, machine):
     x = machine.upload(np.ones((3, 8)))
     weights = [machine.upload(weight) for weight in np.ones((3, 20, 8))]
     gradients = [machine.upload(gradient) for gradient in np.ones((3, 20, 8))]
+    with pytest.raises(ValueError, match="'gelu' given, one of relu, silu, relu2 wanted"):
+        cuda.gated_ffn_forward(x, *weights, activation="gelu")
     with pytest.raises(ValueError, match=r"down_weight of shape \(8, 20\)"):
         cuda.gated_ffn_forward(x, *weights[:2], weights[2].reshape(8, 20))
     with pytest.raises(TypeError, match="up_weight of dtype float32 given beside x of float64"):

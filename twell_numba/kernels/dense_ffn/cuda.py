@@ -1,11 +1,12 @@
 """Dense feedforward layers on a GPU: the path to take while activations are not sparse.
 
-    gated:       g = x Wg^T,  u = x Wu^T,  h = relu(g) * u,  y = h Wd
-    two-matrix:  h = relu(x Wu^T),  y = h Wd
+    gated:       g = x Wg^T,  u = x Wu^T,  h = f(g) * u,  y = h Wd
+    two-matrix:  h = f(x Wu^T),  y = h Wd
 
-with x, y (M, D) and weights (F, D). Bound by the products, 3 (or 2) forward and 6 (or 4) backward,
-which are the library's (see :mod:`twell_numba.device.gpu.gemm`); what lies between two of them is
-one kernel, bound by memory, in which a thread has eight numbers of each array. The statistics are
+with x, y (M, D), weights (F, D) and f one of
+:mod:`~twell_numba.kernels.activation_functions`. Bound by the products, 3 (or 2) forward and 6 (or
+4) backward, which are the library's (see :mod:`twell_numba.device.gpu.gemm`); what lies between two
+of them is one kernel (:mod:`twell_numba.kernels.dense_ffn.cuda_activations`). The statistics are
 added up in float64 over rows and columns in an order that depends on the shape alone: the same bits
 in every run, on every GPU.
 
@@ -36,7 +37,14 @@ from twell_numba.device.gpu.language import (
     store,
     types,
 )
+from twell_numba.kernels.activation_functions import activation_number
 from twell_numba.kernels.cuda_vectors import eight_zeros, load_eight, store_eight
+from twell_numba.kernels.dense_ffn.cuda_activations import (
+    activate,
+    activate_backward,
+    activate_gated,
+    activate_gated_backward,
+)
 from twell_numba.kernels.device_checks import float_arrays
 from twell_numba.kernels.device_ffn_checks import (
     backward_arrays,
@@ -75,15 +83,21 @@ class DenseActivations(NamedTuple):
 
 
 def gated_ffn_forward(
-    x: DeviceArray, gate_weight: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray
+    x: DeviceArray,
+    gate_weight: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    activation: str = "relu",
 ) -> tuple[DeviceArray, DenseActivations]:
-    """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd.
+    """Compute y = (f(x Wg^T) * (x Wu^T)) Wd.
 
     Parameters
     ----------
     x : DeviceArray of floats, shape (M, D)
     gate_weight, up_weight, down_weight : DeviceArray, shape (F, D)
         Neuron-major: row j belongs to neuron j. Of x's dtype.
+    activation : {"relu", "silu", "relu2"}
+        f.
 
     Returns
     -------
@@ -96,14 +110,16 @@ def gated_ffn_forward(
     TypeError
         If the dtypes differ or are not floats.
     ValueError
-        If the shapes do not fit together, or the arrays are on different GPUs.
+        If the shapes do not fit together, the arrays are on different GPUs, or there is no such
+        activation.
     """
+    function = activation_number(activation)
     forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     gate = matmul(x, gate_weight, transpose_b=True)
     up = matmul(x, up_weight, transpose_b=True)
     hidden = empty(gate.shape, x.dtype, x.stream)
-    blocks, is_aligned = _blocks(_gated_relu, gate), _is_aligned(gate, up, hidden)
-    _gated_relu(blocks, gate, up, hidden, gate.size, is_aligned)
+    blocks, is_aligned = _blocks(activate_gated, gate), _is_aligned(gate, up, hidden)
+    activate_gated(blocks, function, gate, up, hidden, gate.size, is_aligned)
     return matmul(hidden, down_weight), DenseActivations(gate, up, hidden)
 
 
@@ -118,6 +134,7 @@ def gated_ffn_backward(
     gate_grad: DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
+    activation: str = "relu",
 ) -> DeviceArray:
     """Differentiate :func:`gated_ffn_forward`.
 
@@ -132,6 +149,8 @@ def gated_ffn_backward(
         dh grows by ``l1_scale * sign(h)``; lambda / (L M) for the L1 term of the loss.
     gate_grad, up_grad, down_grad : DeviceArray, shape (F, D)
         Of x's dtype, or float32 for x in 16 bits. Changed in place: the gradients are added.
+    activation : str
+        As given to the forward pass.
 
     Returns
     -------
@@ -143,6 +162,7 @@ def gated_ffn_backward(
         As :func:`gated_ffn_forward`; also if the activations are not of this x, or gradients share
         memory.
     """
+    function = activation_number(activation)
     _, _, neurons = forward_arrays(
         x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
     )
@@ -156,8 +176,9 @@ def gated_ffn_backward(
     d_up = matmul(dy, down_weight, transpose_b=True)
     d_gate = empty(gate.shape, x.dtype, x.stream)
     is_aligned = _is_aligned(d_up, gate, up, d_gate)
-    blocks = _blocks(_gated_relu_backward, gate)
-    _gated_relu_backward(blocks, d_up, gate, up, scale, d_gate, gate.size, is_aligned)
+    blocks = _blocks(activate_gated_backward, gate)
+    arguments = (d_up, gate, up, scale, d_gate, gate.size, is_aligned)
+    activate_gated_backward(blocks, function, *arguments)
     dx = matmul(d_up, up_weight)
     matmul(d_gate, gate_weight, dx, accumulate=True)
     matmul(hidden, dy, down_grad, transpose_a=True, accumulate=True)
@@ -167,13 +188,14 @@ def gated_ffn_backward(
 
 
 def ffn_forward(
-    x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray
+    x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray, activation: str = "relu"
 ) -> tuple[DeviceArray, DenseActivations]:
-    """Compute y = relu(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
+    """Compute y = f(x Wu^T) Wd; parameters and returns as :func:`gated_ffn_forward`."""
+    function = activation_number(activation)
     forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
     up = matmul(x, up_weight, transpose_b=True)
     hidden = empty(up.shape, x.dtype, x.stream)
-    _relu(_blocks(_relu, up), up, hidden, up.size, _is_aligned(up, hidden))
+    activate(_blocks(activate, up), function, up, hidden, up.size, _is_aligned(up, hidden))
     return matmul(hidden, down_weight), DenseActivations(up, None, hidden)
 
 
@@ -186,8 +208,10 @@ def ffn_backward(
     l1_scale: float | DeviceArray,
     up_grad: DeviceArray,
     down_grad: DeviceArray,
+    activation: str = "relu",
 ) -> DeviceArray:
     """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
+    function = activation_number(activation)
     _, _, neurons = forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
     backward_arrays(
         dy, x, neurons, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
@@ -195,8 +219,8 @@ def ffn_backward(
     up, _, hidden = activations
     scale = l1_scale_on_gpu(l1_scale, x.stream)
     d_up = matmul(dy, down_weight, transpose_b=True)
-    blocks, is_aligned = _blocks(_relu_backward, up), _is_aligned(d_up, up)
-    _relu_backward(blocks, d_up, up, scale, up.size, is_aligned)
+    blocks, is_aligned = _blocks(activate_backward, up), _is_aligned(d_up, up)
+    activate_backward(blocks, function, d_up, up, scale, up.size, is_aligned)
     matmul(hidden, dy, down_grad, transpose_a=True, accumulate=True)
     matmul(d_up, x, up_grad, transpose_a=True, accumulate=True)
     return matmul(d_up, up_weight)
@@ -251,141 +275,6 @@ def _blocks(elementwise: Kernel, array: DeviceArray) -> int:
 
 def _is_aligned(*arrays: DeviceArray) -> int:
     return int(all(array.pointer % 16 == 0 for array in arrays))
-
-
-@device_function
-def _unless_cut(zero, pattern, value):
-    """Return ``value`` where a neuron fires, otherwise 0; a NaN in the pattern does not cut it."""
-    return zero if pattern <= zero else value
-
-
-@device_function
-def _with_l1(gradient, hidden, scale):
-    """Return ``gradient + scale * sign(hidden)``; the sign of NaN is NaN."""
-    if scale != 0:
-        sign = hidden  # of 0 and NaN
-        if hidden > 0:
-            sign = scale
-        elif hidden < 0:
-            sign = -scale
-        gradient += sign
-    return gradient
-
-
-@kernel()
-def _gated_relu(gate, up, hidden, size, is_aligned):
-    zero = number(gate, 0)
-    i = global_thread() * 8
-    while i < size:
-        whole = types.int64(i + 8 <= size) * is_aligned
-        g = load_eight(gate, 0, i, size, whole)
-        u = load_eight(up, 0, i, size, whole)
-        h = (
-            _unless_cut(zero, g[0], g[0] * u[0]),
-            _unless_cut(zero, g[1], g[1] * u[1]),
-            _unless_cut(zero, g[2], g[2] * u[2]),
-            _unless_cut(zero, g[3], g[3] * u[3]),
-            _unless_cut(zero, g[4], g[4] * u[4]),
-            _unless_cut(zero, g[5], g[5] * u[5]),
-            _unless_cut(zero, g[6], g[6] * u[6]),
-            _unless_cut(zero, g[7], g[7] * u[7]),
-        )
-        store_eight(hidden, 0, i, size, h, whole)
-        i += grid_threads() * 8
-
-
-@kernel()
-def _gated_relu_backward(d_hidden, gate, up, l1_scale, d_gate, size, is_aligned):
-    """Write d_gate, and overwrite d_hidden with d_up.
-
-    h is computed again, for its sign: reading it would take a sixth more time.
-    """
-    zero = number(gate, 0)
-    scale = number(gate, load(l1_scale, 0))
-    i = global_thread() * 8
-    while i < size:
-        whole = types.int64(i + 8 <= size) * is_aligned
-        g = load_eight(gate, 0, i, size, whole)
-        u = load_eight(up, 0, i, size, whole)
-        d = load_eight(d_hidden, 0, i, size, whole)
-        d = (
-            _unless_cut(zero, g[0], _with_l1(d[0], g[0] * u[0], scale)),
-            _unless_cut(zero, g[1], _with_l1(d[1], g[1] * u[1], scale)),
-            _unless_cut(zero, g[2], _with_l1(d[2], g[2] * u[2], scale)),
-            _unless_cut(zero, g[3], _with_l1(d[3], g[3] * u[3], scale)),
-            _unless_cut(zero, g[4], _with_l1(d[4], g[4] * u[4], scale)),
-            _unless_cut(zero, g[5], _with_l1(d[5], g[5] * u[5], scale)),
-            _unless_cut(zero, g[6], _with_l1(d[6], g[6] * u[6], scale)),
-            _unless_cut(zero, g[7], _with_l1(d[7], g[7] * u[7], scale)),
-        )
-        of_gate = (
-            _unless_cut(zero, g[0], d[0] * u[0]),
-            _unless_cut(zero, g[1], d[1] * u[1]),
-            _unless_cut(zero, g[2], d[2] * u[2]),
-            _unless_cut(zero, g[3], d[3] * u[3]),
-            _unless_cut(zero, g[4], d[4] * u[4]),
-            _unless_cut(zero, g[5], d[5] * u[5]),
-            _unless_cut(zero, g[6], d[6] * u[6]),
-            _unless_cut(zero, g[7], d[7] * u[7]),
-        )
-        of_up = (
-            _unless_cut(zero, g[0], d[0] * g[0]),
-            _unless_cut(zero, g[1], d[1] * g[1]),
-            _unless_cut(zero, g[2], d[2] * g[2]),
-            _unless_cut(zero, g[3], d[3] * g[3]),
-            _unless_cut(zero, g[4], d[4] * g[4]),
-            _unless_cut(zero, g[5], d[5] * g[5]),
-            _unless_cut(zero, g[6], d[6] * g[6]),
-            _unless_cut(zero, g[7], d[7] * g[7]),
-        )
-        store_eight(d_gate, 0, i, size, of_gate, whole)
-        store_eight(d_hidden, 0, i, size, of_up, whole)
-        i += grid_threads() * 8
-
-
-@kernel()
-def _relu(up, hidden, size, is_aligned):
-    zero = number(up, 0)
-    i = global_thread() * 8
-    while i < size:
-        whole = types.int64(i + 8 <= size) * is_aligned
-        u = load_eight(up, 0, i, size, whole)
-        h = (
-            _unless_cut(zero, u[0], u[0]),
-            _unless_cut(zero, u[1], u[1]),
-            _unless_cut(zero, u[2], u[2]),
-            _unless_cut(zero, u[3], u[3]),
-            _unless_cut(zero, u[4], u[4]),
-            _unless_cut(zero, u[5], u[5]),
-            _unless_cut(zero, u[6], u[6]),
-            _unless_cut(zero, u[7], u[7]),
-        )
-        store_eight(hidden, 0, i, size, h, whole)
-        i += grid_threads() * 8
-
-
-@kernel()
-def _relu_backward(d_hidden, up, l1_scale, size, is_aligned):
-    """Overwrite d_hidden with d_up."""
-    zero = number(up, 0)
-    scale = number(up, load(l1_scale, 0))
-    i = global_thread() * 8
-    while i < size:
-        whole = types.int64(i + 8 <= size) * is_aligned
-        u = load_eight(up, 0, i, size, whole)
-        d = load_eight(d_hidden, 0, i, size, whole)
-        of_up = (
-            _unless_cut(zero, u[0], _with_l1(d[0], u[0], scale)),
-            _unless_cut(zero, u[1], _with_l1(d[1], u[1], scale)),
-            _unless_cut(zero, u[2], _with_l1(d[2], u[2], scale)),
-            _unless_cut(zero, u[3], _with_l1(d[3], u[3], scale)),
-            _unless_cut(zero, u[4], _with_l1(d[4], u[4], scale)),
-            _unless_cut(zero, u[5], _with_l1(d[5], u[5], scale)),
-            _unless_cut(zero, u[6], _with_l1(d[6], u[6], scale)),
-            _unless_cut(zero, u[7], _with_l1(d[7], u[7], scale)),
-        )
-        store_eight(d_hidden, 0, i, size, of_up, whole)
-        i += grid_threads() * 8
 
 
 @device_function
