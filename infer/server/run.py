@@ -76,7 +76,7 @@ def serve(
     ----------
     service : Service
     bound : socket
-        As :func:`bind` returns it; closed at the end.
+        As :func:`bind` returns it.
     host : str
         The name that was bound. A server that only this machine reaches is called by no other.
     limits : Limits
@@ -127,7 +127,6 @@ def _listen(bound: socket.socket, host: str, backlog: int) -> None:
     try:
         bound.listen(backlog)
     except OSError as error:
-        bound.close()
         raise _no_address(host, port, error) from error
 
 

@@ -128,29 +128,28 @@ def serve(
     from twell_numba.infer.server.service import Service, warm_up
     from twell_numba.models.checkpoint import load_model
 
-    # Before the model is read: a port in use is told at once.
-    bound = server.bind(host, port)
-    if api_key is None and not server.is_loopback(bound):
-        note(f"Warning: whoever reaches {host} can use this server; --api-key asks for a key.")
-    model, tokenizer = load_model(
-        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
-    )
-    if tokenizer.chat_template is None:
-        note(NO_TEMPLATE)
-    engine = Engine(model, tokenizer, cache_tokens=cache_tokens, max_sequences=max_sequences)
-    warm_up(engine)
-    name = model_name or Path(run).resolve().name.removesuffix(".gguf")
-    service = Service(engine, name, chat_tokens=chat_tokens, seed=seed)
-    url = server.url_of(bound)
-    server.serve(
-        service,
-        bound,
-        host,
-        Limits(max_request_bytes, timeout),
-        queue,
-        api_key,
-        on_ready=lambda: click.echo(f"Serving {name} at {url}/v1 (Ctrl-C ends)"),
-    )
+    # Bound before the model is read: a port in use is told at once.
+    with server.bind(host, port) as bound:
+        if api_key is None and not server.is_loopback(bound):
+            note(f"Warning: whoever reaches {host} can use this server; --api-key asks for a key.")
+        model, tokenizer = load_model(
+            run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+        )
+        if tokenizer.chat_template is None:
+            note(NO_TEMPLATE)
+        engine = Engine(model, tokenizer, cache_tokens=cache_tokens, max_sequences=max_sequences)
+        warm_up(engine)
+        name = model_name or Path(run).resolve().name.removesuffix(".gguf")
+        ready = f"Serving {name} at {server.url_of(bound)}/v1 (Ctrl-C ends)"
+        server.serve(
+            Service(engine, name, chat_tokens=chat_tokens, seed=seed),
+            bound,
+            host,
+            Limits(max_request_bytes, timeout),
+            queue,
+            api_key,
+            on_ready=lambda: click.echo(ready),
+        )
 
 
 def _check_settings(api_key: str | None, timeout: float) -> None:
