@@ -198,7 +198,7 @@ def test_settings_come_from_the_files_beside(tmp_path: Path) -> None:
 
 
 def test_nothing_beside_is_fine(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(written(tmp_path))
+    tokenizer = load_tokenizer(written(tmp_path, "smollm"))
     assert (tokenizer.bos_token, tokenizer.eos_tokens, tokenizer.chat_template) == (None, (), None)
     tokenizer.save(tmp_path / "copy")
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["tokenizer.json"]

@@ -55,6 +55,8 @@ class BPETokenizer:
     @property
     def bos_token(self) -> int | None:
         """The token that begins a text, if the model has one."""
+        if self.settings.bos_token is None and self._prefix:
+            return self._prefix[0]
         return self.settings.bos_token
 
     @property

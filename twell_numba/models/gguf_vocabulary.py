@@ -56,7 +56,8 @@ def vocabulary_metadata(tokenizer: TextTokenizer, vocab_size: int) -> dict[str, 
     ]
     metadata: dict[str, Any] = {"tokens": texts, "token_type": types}
     if is_byte_level(library_tokenizer):
-        metadata |= {"model": "gpt2", "pre": name_of_split(content), "merges": merges}
+        metadata |= {"model": "gpt2", "pre": name_of_split(content)}
+        metadata |= {"merges": merges} if merges else {}  # the format has no empty lists
     else:
         metadata["model"] = "llama"
         metadata["scores"] = _scores(texts, types, merges)
