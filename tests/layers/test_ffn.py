@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from twell_numba.formats import CSRMatrix
 from twell_numba.layers.ffn import (
     AUTO_DENSITY,
+    PATHS_OF_ACTIVATION,
     TOKENS_A_MEASUREMENT,
     AutoState,
     GatedFFN,
@@ -14,14 +16,14 @@ from twell_numba.layers.ffn import (
 NEURONS, WIDTH = 300, 16
 
 
-def make_layer(rng, gated, path, dtype=np.float64, threshold=2.0):
+def make_layer(rng, gated, path, dtype=np.float64, threshold=2.0, activation="relu"):
     """Return a layer of which few neurons fire when x[:, 0] is 1."""
     weights = rng.standard_normal((3, NEURONS, WIDTH)) * WIDTH**-0.5
     weights[0, :, 0] = -threshold
     gate, up, down = weights.astype(dtype)
     if gated:
-        return GatedFFN("mlp", gate, up, down, path)
-    return TwoMatrixFFN("mlp", gate, down, path)
+        return GatedFFN("mlp", gate, up, down, path, activation)
+    return TwoMatrixFFN("mlp", gate, down, path, activation)
 
 
 def make_input(rng, rows, dtype=np.float64):
@@ -31,10 +33,13 @@ def make_input(rng, rows, dtype=np.float64):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("path", ["dense", "twell"])
+@pytest.mark.parametrize(
+    ("activation", "path"),
+    [(name, path) for name, paths in PATHS_OF_ACTIVATION.items() for path in paths[1:3]],
+)
 @pytest.mark.parametrize("threshold", [2.0, -1.0])
-def test_gradients(rng, gradient_check, away_from_kinks, gated, path, threshold):
-    ffn = make_layer(rng, gated, path, threshold=threshold)
+def test_gradients(rng, gradient_check, away_from_kinks, gated, activation, path, threshold):
+    ffn = make_layer(rng, gated, path, threshold=threshold, activation=activation)
     x, dy = make_input(rng, 9), rng.standard_normal((9, WIDTH))
     away_from_kinks(rng, x, [parameter.value for parameter in ffn.parameters()[:-1]])
 
@@ -52,11 +57,12 @@ def test_gradients(rng, gradient_check, away_from_kinks, gated, path, threshold)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_paths_agree_in_float32(rng, gated):
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_paths_agree_in_float32(rng, gated, activation):
     x, dy = make_input(rng, 200, np.float32), make_input(rng, 200, np.float32)
     results = {}
     for path in ("dense", "twell"):
-        ffn = make_layer(np.random.default_rng(1), gated, path, np.float32)
+        ffn = make_layer(np.random.default_rng(1), gated, path, np.float32, activation=activation)
         y, backprop = ffn(x, l1_scale=1e-3)
         dx = backprop(dy)
         results[path] = [y, dx, *(parameter.grad for parameter in ffn.parameters())]
@@ -79,9 +85,10 @@ def test_statistics(rng, path):
     assert statistics.density == pytest.approx(np.count_nonzero(hidden) / hidden.size)
 
 
-def test_auto_follows_the_measured_density(rng):
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_auto_follows_the_measured_density(rng, activation):
     x = make_input(rng, 50)
-    ffn = make_layer(rng, True, "auto")
+    ffn = make_layer(rng, True, "auto", activation=activation)
     assert ffn.auto_state.density is None
     paths = []
     for _ in range(2):
@@ -123,6 +130,51 @@ def test_auto_on_a_gpu_depends_on_the_shape(tokens, width, density, path):
     assert ffn.next_path(tokens) == "dense"  # nothing is known
     ffn.auto_state = AutoState(density)
     assert ffn.next_path(tokens) == path
+
+
+def test_silu_is_dense_and_nothing_is_measured(rng):
+    ffn = make_layer(rng, True, "auto", activation="silu")
+    ffn.auto_state = AutoState(0.0)
+    assert ffn.next_path() == ffn.next_path(1) == "dense"
+    ffn(make_input(rng, 50))
+    assert ffn.auto_state == AutoState(0.0)
+    assert ffn.statistics.path == "dense"
+    assert ffn.statistics.density == 1
+
+
+def test_squared_relu_is_dense_on_a_gpu(rng):
+    ffn = make_layer(rng, True, "auto", activation="relu2")
+    ffn.auto_state = AutoState(0.0)
+    assert ffn.next_path() == "twell"
+    assert ffn.next_path(1) == "dense"
+    ffn.path = "twell"
+    assert ffn.next_path() == "twell"
+    with pytest.raises(ValueError, match="'twell' given for the activation relu2 on a GPU"):
+        ffn.next_path(1)
+
+
+def test_paths_and_formats_that_do_not_fit_the_activation_are_refused(rng):
+    gate, up, down = rng.standard_normal((3, NEURONS, WIDTH))
+    with pytest.raises(ValueError, match="'gelu' given, one of relu, silu, relu2 wanted"):
+        GatedFFN("mlp", gate, up, down, activation="gelu")
+    with pytest.raises(ValueError, match="one of auto, dense wanted for the activation silu: SiLU"):
+        TwoMatrixFFN("mlp", up, down, "twell", "silu")
+    sparse = [CSRMatrix.from_dense(weight) for weight in (up, down)]
+    with pytest.raises(ValueError, match="'csr' given, dense wanted for the activation relu2"):
+        TwoMatrixFFN("mlp", *sparse, activation="relu2")
+    for activation in ("silu", "relu2"):
+        ffn = GatedFFN("mlp", gate, up, down, activation=activation)
+        for weight_format in ("csr", "block_ell"):
+            with pytest.raises(ValueError, match="dense wanted for the activation"):
+                ffn.hold_weights(weight_format)
+        with pytest.raises(ValueError, match="8-bit floats asked for with the activation"):
+            ffn.hold_float8()
+        ffn.hold_weights("dense")
+        gate[:] = 0
+        ffn.hold_fastest()
+        assert ffn.weight_format == "dense"
+    with pytest.raises(ValueError, match="`twell sparsify` makes a ReLU model"):
+        GatedFFN("mlp", gate, up, down, activation="silu").path = "twell"
 
 
 def test_auto_measures_single_tokens_now_and_then(rng):

@@ -8,6 +8,9 @@ dense weights is made on it.
 
 For inference, dense weights of which few rows are read can be held as 8-bit floats
 (:meth:`FeedForward.hold_float8`): then ``twell`` is the path.
+
+All of that is for ReLU. SiLU leaves no exact zeros, so that ``dense`` is its only path; squared
+ReLU leaves them, and has ``twell`` too on the CPU (see :data:`PATHS_OF_ACTIVATION`).
 """
 
 import importlib
@@ -23,12 +26,23 @@ from twell_numba.device.arrays import Array, is_on_gpu, to_host
 from twell_numba.formats import BlockELLMatrix, CSRMatrix, SparseMatrix
 from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.kernels import block_ell, csr, dense_ffn, twell
+from twell_numba.kernels.activation_functions import activation_number
 from twell_numba.kernels.twell import float8
 from twell_numba.kernels.twell.float8_weights import Float8Weights
 from twell_numba.layers.parameter import Float8Parameter, Operand, Parameter, make_parameter
 
 PATHS = ("auto", "dense", "twell", "csr", "block_ell")
-ACTIVATIONS = ("relu",)
+
+# Which paths have an activation, and why not the others.
+PATHS_OF_ACTIVATION = {
+    "relu": PATHS,
+    "silu": ("auto", "dense"),
+    "relu2": ("auto", "dense", "twell"),
+}
+REASON_OF_ACTIVATION = {
+    "silu": "SiLU has no exact zeros; `twell sparsify` makes a ReLU model of one with SiLU",
+    "relu2": "squared ReLU runs with dense weights alone, and on a GPU on the dense path alone",
+}
 
 # How weights may be held, and which paths then compute with them.
 PATHS_OF_FORMAT = {
@@ -167,10 +181,14 @@ class FeedForward:
     Parameters
     ----------
     path : {"auto", "dense", "twell", "csr", "block_ell"}
-        One that the weights are held for, see :data:`PATHS_OF_FORMAT`.
+        One that the weights are held for, see :data:`PATHS_OF_FORMAT`, and that there is for the
+        activation, see :data:`PATHS_OF_ACTIVATION`.
+    activation : {"relu", "silu", "relu2"}
+        f of the layer's formula, see :mod:`twell_numba.kernels.activation_functions`.
 
     Attributes
     ----------
+    activation : str
     auto_state : AutoState
         Changed by calls on the path ``auto`` with dense weights. Who puts it back to what it was
         gets the same paths again, and so the same rounding.
@@ -178,7 +196,8 @@ class FeedForward:
     Raises
     ------
     ValueError
-        If the weights are not of one shape (F, D) and one format, or the path does not fit.
+        If the weights are not of one shape (F, D) and one format, or the path does not fit them
+        or the activation, or there is no such activation.
     TypeError
         If a weight is neither an array, nor a CSRMatrix or BlockELLMatrix.
     """
@@ -189,12 +208,10 @@ class FeedForward:
     """The attributes that hold the weights, in the order the kernels take them."""
 
     def __init__(self, path: str, activation: str = "relu") -> None:
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"FFN activation {activation!r} given, one of {', '.join(ACTIVATIONS)} wanted"
-            )
+        activation_number(activation)
         _require_alike(self.parameters())
         self.activation = activation
+        self._require_format(self.weight_format)
         self.path = path
         self._last: _LastCall | None = None
         self._statistics: ActivationStatistics | None = None
@@ -214,6 +231,12 @@ class FeedForward:
             raise ValueError(
                 f"FFN path {path!r} given, one of {', '.join(paths)} wanted "
                 f"for weights held as {held}; hold_weights changes how they are held"
+            )
+        paths = PATHS_OF_ACTIVATION[self.activation]
+        if path not in paths:
+            raise ValueError(
+                f"FFN path {path!r} given, one of {', '.join(paths)} wanted for the activation "
+                f"{self.activation}: {REASON_OF_ACTIVATION[self.activation]}"
             )
         self._path = path
 
@@ -251,7 +274,8 @@ class FeedForward:
         Raises
         ------
         ValueError
-            If the format is not known, or the blocks are larger than the weights.
+            If the format is not known, or not for this activation, or the blocks are larger than
+            the weights.
         TypeError
             If block_size is no whole number.
         """
@@ -259,6 +283,7 @@ class FeedForward:
             raise ValueError(
                 f"weight format {weight_format!r} given, one of {', '.join(WEIGHT_FORMATS)} wanted"
             )
+        self._require_format(weight_format)
         if weight_format == "block_ell":
             _require_block_size(block_size, self.parameters()[0].shape)
         for name in self.weight_names:
@@ -286,8 +311,13 @@ class FeedForward:
         Raises
         ------
         ValueError
-            If the weights are held in a sparse format.
+            If the weights are held in a sparse format, or the activation is not ReLU.
         """
+        if self.activation != "relu":
+            raise ValueError(
+                f"8-bit floats asked for with the activation {self.activation}, relu wanted: "
+                f"{REASON_OF_ACTIVATION[self.activation]}"
+            )
         if self.weight_format != "dense":
             raise ValueError(
                 f"weights held as {self.weight_format} given, dense ones wanted to be held as "
@@ -304,8 +334,9 @@ class FeedForward:
     def hold_fastest(self, block_size: int | None = None) -> None:
         """Hold the weights as :func:`fastest_format` says, for inference.
 
-        Blocks are of the size that the weights are held in already, or 16 (less in a smaller
-        layer), if none is given.
+        They stay as they are if the activation is not ReLU: there are no other paths for it. Blocks
+        are of the size that the weights are held in already, or 16 (less in a smaller layer), if
+        none is given.
 
         Raises
         ------
@@ -318,6 +349,8 @@ class FeedForward:
         if block_size is None:
             block_size = self.block_size or min(DEFAULT_BLOCK_SIZE, _largest_block_size(shape))
         _require_block_size(block_size, shape)
+        if self.activation != "relu":
+            return
         operands = [parameter.operand for parameter in self.parameters()]
         self.hold_weights(fastest_format(operands, block_size), block_size)
 
@@ -376,20 +409,21 @@ class FeedForward:
         """
         path = self.next_path(len(x) if is_on_gpu(x) else None)
         parameters = self.parameters()
+        # Other families than these two compute with ReLU alone.
+        options = {} if self.activation == "relu" else {"activation": self.activation}
         is_float8 = self.is_float8
         family = float8 if is_float8 else _FAMILIES[path]
         forward = getattr(family, f"{self.operation}_forward")
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
         weights = [parameter.operand for parameter in parameters]
-        y, activations = forward(x, *weights)
+        y, activations = forward(x, *weights, **options)
         self._last = _LastCall(path, activations)
-        is_choice = self.path == "auto" and path in PATHS_OF_FORMAT["dense"] and not is_float8
-        if is_choice and not _is_recorded(x):
+        if self._chooses(is_on_gpu(x)) and not _is_recorded(x):
             self._measure(len(x))
 
         def backprop(dy: Array) -> Array:
             gradients = [parameter.grad_buffer() for parameter in parameters]
-            return backward(dy, x, *weights, activations, l1_scale, *gradients)
+            return backward(dy, x, *weights, activations, l1_scale, *gradients, **options)
 
         return y, backprop
 
@@ -404,17 +438,43 @@ class FeedForward:
         ----------
         tokens_on_gpu : int, optional
             M of a call on a GPU; none for one on the CPU.
+
+        Raises
+        ------
+        ValueError
+            If the path ``twell`` is set for squared ReLU, and the call is one on a GPU.
         """
+        on_gpu = tokens_on_gpu is not None
+        if self.path == "twell" and self.activation == "relu2" and on_gpu:
+            raise ValueError(
+                "FFN path 'twell' given for the activation relu2 on a GPU, auto or dense wanted: "
+                f"{REASON_OF_ACTIVATION['relu2']}"
+            )
         if self.path != "auto":
             return self.path
         if self.is_float8:
             return "twell"
         if (held := self.weight_format) != "dense":
             return held
+        if not self._chooses(on_gpu):
+            return "dense"
         density, limit = self.auto_state.density, AUTO_DENSITY
         if tokens_on_gpu is not None:
             limit = _gpu_auto_density(tokens_on_gpu, *self.parameters()[0].shape)
         return "twell" if density is not None and density < limit else "dense"
+
+    def _chooses(self, on_gpu: bool) -> bool:
+        """Return whether the path is chosen by the density of activations."""
+        if self.path != "auto" or self.weight_format != "dense" or self.is_float8:
+            return False
+        return self.activation == "relu" or (self.activation == "relu2" and not on_gpu)
+
+    def _require_format(self, weight_format: str) -> None:
+        if weight_format != "dense" and self.activation != "relu":
+            raise ValueError(
+                f"weight format {weight_format!r} given, dense wanted for the activation "
+                f"{self.activation}: {REASON_OF_ACTIVATION[self.activation]}"
+            )
 
     def _measure(self, tokens: int) -> None:
         density, unmeasured_tokens = self.auto_state
@@ -425,7 +485,7 @@ class FeedForward:
 
 
 class GatedFFN(FeedForward):
-    """Y = (relu(X Wg^T) * (X Wu^T)) Wd.
+    """Y = (f(X Wg^T) * (X Wu^T)) Wd.
 
     Parameters
     ----------
@@ -434,6 +494,8 @@ class GatedFFN(FeedForward):
     gate, up, down : array, CSRMatrix or BlockELLMatrix, shape (F, D)
         Neuron-major: row j belongs to neuron j. All of one format, held without a copy.
     path : {"auto", "dense", "twell", "csr", "block_ell"}
+    activation : {"relu", "silu", "relu2"}
+        f.
     """
 
     operation = "gated_ffn"
@@ -455,7 +517,7 @@ class GatedFFN(FeedForward):
 
 
 class TwoMatrixFFN(FeedForward):
-    """Y = relu(X Wu^T) Wd.
+    """Y = f(X Wu^T) Wd.
 
     Parameters
     ----------
@@ -464,6 +526,8 @@ class TwoMatrixFFN(FeedForward):
     up, down : array, CSRMatrix or BlockELLMatrix, shape (F, D)
         Neuron-major: row j belongs to neuron j. Both of one format, held without a copy.
     path : {"auto", "dense", "twell", "csr", "block_ell"}
+    activation : {"relu", "silu", "relu2"}
+        f.
     """
 
     operation = "ffn"
