@@ -104,7 +104,7 @@ class ServerMetrics:
 
     def text(self) -> str:
         """Return everything as Prometheus reads it."""
-        families = [
+        families: list[Counter | Histogram | Measured] = [
             self.http_requests,
             self.finished,
             self.time_to_first_token,
