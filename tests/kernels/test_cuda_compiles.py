@@ -136,6 +136,10 @@ def signatures(dtype):
             "_add_runs": (array, "int32*", "int32*", wide_array, wide_array, *[size] * 4),
             "_add_long_runs": ("int32*", wide_array, wide_array, *[size] * 4),
         },
+        "paged_attention": {
+            "_store": (array, array, index, *[size] * 3),
+            "_attend": (*[array] * 3, *[index] * 3, wide, array, *[size] * 10),
+        },
         "proximal": {
             "_threshold": (wide_array, wide, size, "float64*", size, size),
             "_soft_blocks": (wide_array, size, "float64", "float64*", size, size),
@@ -167,6 +171,7 @@ def signatures(dtype):
                 "float64*",
                 "float64",
                 size,
+                "float64",
                 "float64",
                 "float64*",
                 index,

@@ -8,7 +8,14 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cud
 
 from twell_numba.kernels.sampling import cuda, reference  # noqa: E402
 
-SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 12, 0.6)]
+SETTINGS = [
+    (1.0, 0, 1.0),
+    (0.7, 5, 1.0),
+    (1.3, 0, 0.8),
+    (0.9, 12, 0.6),
+    (1.5, 0, 1.0, 0.2),
+    (1.2, 20, 0.9, 0.1),
+]
 
 
 def draw(machine, logits, uniform, *settings):
@@ -43,6 +50,14 @@ def test_the_edges_of_the_interval(machine):
 def test_temperature_0_takes_the_first_of_the_likeliest(machine):
     logits = np.float32([[1, 3, 2, 3], [-5, -np.inf, -5, -6], [-0.0, 0.0, -1, -1]])
     assert draw(machine, logits, np.array([0.9] * 3), 0.0, 2, 0.5).tolist() == [1, 0, 0]
+
+
+def test_min_p(machine):
+    logits = np.log(np.float32([[0.5, 0.2, 0.26, 0.04]] * 5))
+    uniform = np.array([0.0, 0.65, 0.66, 0.9, 0.99])
+    assert draw(machine, logits, uniform, 1.0, 0, 1.0, 0.5).tolist() == [0, 0, 2, 2, 2]
+    assert draw(machine, logits, uniform, 1.0, 0, 1.0, 1.0).tolist() == [0] * 5
+    assert draw(machine, np.zeros((1, 9), np.float32), uniform[3:4], 1.0, 0, 1.0, 1.0) == [8]
 
 
 def test_a_tiny_temperature_takes_the_likeliest(machine):

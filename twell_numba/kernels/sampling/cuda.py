@@ -6,10 +6,11 @@ order as the logits and looked at from the highest on, four at a time: a thread 
 is that at which the sum from the largest logit on gets to what is wanted, and in the end all bits
 of one logit are known; of tokens with just this logit it is counted how many are wanted.
 
-One block takes a row. Bound by latency: each of up to three searches (the k-th largest, the mass
-``top_p``, the mass drawn) passes four (bfloat16) to eight times over the row, which comes from a
-cache, eight logits a thread at once; temperature 0 takes one pass. Sums are in float64 and in an
-order that depends on the size of the row alone: the same token in every run, on every GPU.
+One block takes a row, with the same settings as all others. Bound by latency: each of up to three
+searches (the k-th largest, the mass ``top_p``, the mass drawn) passes four (bfloat16) to eight
+times over the row, which comes from a cache, eight logits a thread at once; temperature 0 takes one
+pass. Sums are in float64 and in an order that depends on the size of the row alone: the same token
+in every run, on every GPU.
 """
 
 import math
@@ -39,6 +40,7 @@ THREADS = 1024
 DIGIT_BITS = 4
 DIGITS = 16
 WARP_DIGITS = 32 * DIGITS
+HIGHEST_KEY = 2**32
 # Bits that say nothing, of a logit as float32; whole digits.
 _UNUSED_BITS = {"float32": 0, "float16": 12, "bfloat16": 16}
 
@@ -49,6 +51,7 @@ def sample_token(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> DeviceArray:
     """Draw a token from softmax(logits / temperature) of each row, cut to its likeliest tokens.
 
@@ -65,6 +68,8 @@ def sample_token(
     top_p : float
         Then keep the fewest likeliest tokens that together have at least this probability. At
         least one is kept.
+    min_p : float
+        Then keep those that have at least this fraction of the likeliest token's probability.
 
     Returns
     -------
@@ -89,7 +94,7 @@ def sample_token(
     require_same_gpu(logits=logits, uniform=uniform)
     tokens = empty(rows, np.int64, logits.stream)
     weights = empty((rows, vocabulary), np.float64, logits.stream)
-    settings = (np.float64(temperature), int(top_k), np.float64(top_p))
+    settings = (np.float64(temperature), int(top_k), np.float64(top_p), np.float64(min_p))
     is_aligned = int(vocabulary % 8 == 0 and logits.pointer % 16 == 0)
     dropped = _UNUSED_BITS[logits.dtype.name]
     _sample(
@@ -259,6 +264,21 @@ def _weight_of(logits, weights, start, vocabulary, is_aligned, dropped, wanted_k
 
 
 @device_function
+def _lowest_key(logits, weights, start, vocabulary, is_aligned, dropped, least):
+    """Return the lowest key of a token that weighs at least so much."""
+    lowest = types.int64(HIGHEST_KEY)
+    v = types.int64(cuda.threadIdx.x) * 8
+    while v < vocabulary:
+        numbers = load_eight(logits, start, v, vocabulary, is_aligned)
+        masses = load_eight(weights, start, v, vocabulary, is_aligned)
+        for n in range(8):
+            if v + n < vocabulary and masses[n] >= least:
+                lowest = min(lowest, _key(numbers[n], dropped))
+        v += types.int64(cuda.blockDim.x) * 8
+    return -types.int64(block_maximum(-lowest))
+
+
+@device_function
 def _last_wanted(
     logits, weights, start, vocabulary, is_aligned, dropped, is_count, low, last, wanted, is_strict
 ):  # fmt: skip
@@ -299,7 +319,8 @@ def _weights_of(numbers, largest, temperature):
 
 @kernel(threads=THREADS)
 def _sample(
-    logits, uniform, temperature, top_k, top_p, weights, tokens, vocabulary, is_aligned, dropped
+    logits, uniform, temperature, top_k, top_p, min_p,
+    weights, tokens, vocabulary, is_aligned, dropped,
 ):  # fmt: skip
     """A block takes a row."""
     row = types.int64(cuda.blockIdx.x)
@@ -337,12 +358,19 @@ def _sample(
         if own_largest != largest:
             own_place = vocabulary
         last = -types.int64(block_maximum(-own_place))
-    for stage in range(3):  # the first k, of these the first with a mass of p, of these one
+    # the first k, of these the first with a mass of p, of these one that weighs enough
+    for stage in range(3):
         is_wanted = stage == 2
         if stage == 0:
             is_wanted = 0 < top_k < vocabulary
         elif stage == 1:
             is_wanted = top_p < 1
+        if stage == 2 and min_p > 0 and not is_wrong and temperature > 0:
+            key = _lowest_key(
+                logits, weights, start, vocabulary, is_aligned, dropped, min_p
+            )  # fmt: skip
+            if key > low:
+                low, last = key, vocabulary
         if is_wanted and not is_wrong and temperature > 0:
             wanted = types.float64(top_k)
             if stage > 0:
