@@ -14,7 +14,7 @@ from twell_numba.errors import TwellError
 from twell_numba.formats.tensor_file import DTYPES, StoredTensor, TensorFile
 from twell_numba.models.checkpoint import load_config, resolve_checkpoint, stored_names
 from twell_numba.models.config import ModelConfig
-from twell_numba.models.reading import is_file, require_readable, unreadable
+from twell_numba.models.reading import is_file, is_gguf, require_readable, unreadable
 from twell_numba.models.sparse_tensors import VALUES_NAMES, tensor_names
 from twell_numba.models.weight_files import WeightFiles, open_weight_files
 
@@ -28,7 +28,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Parameters
     ----------
     path : path
-        A run (its newest checkpoint is described) or a checkpoint.
+        A run (its newest checkpoint is described), a checkpoint, or a GGUF file.
 
     Returns
     -------
@@ -46,6 +46,10 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         If there is no checkpoint, or a file cannot be read, is truncated or of another kind.
     """
     folder = resolve_checkpoint(path)
+    if is_gguf(folder):
+        from twell_numba.infer.describe_gguf import describe_gguf
+
+        return describe_gguf(folder)
     config = load_config(folder)
     with open_weight_files(folder) as files:
         tensors = _tensor_headers(files)

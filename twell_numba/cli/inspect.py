@@ -9,7 +9,7 @@ import click
 from twell_numba.cli.options import common_options, json_option
 from twell_numba.cli.text import bytes_text, note, print_histogram, print_table
 from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.reading import exists, is_file
+from twell_numba.models.reading import exists, is_file, is_gguf
 
 
 @click.command("inspect")
@@ -23,7 +23,7 @@ from twell_numba.models.reading import exists, is_file
 @common_options
 @json_option
 def inspect(path: str, picture: str | None, as_json: bool) -> None:
-    """Show what PATH holds: a run, a checkpoint, or a saved sparse matrix.
+    """Show what PATH holds: a run, a checkpoint, a GGUF file, or a saved sparse matrix.
 
     \b
     Examples:
@@ -37,12 +37,12 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
         raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
     from twell_numba.infer import describe
     from twell_numba.infer.silu_note import silu_note
-    from twell_numba.models.config import ModelConfig
+    from twell_numba.models.checkpoint import load_config
     from twell_numba.models.weight_files import INDEX_NAME, WEIGHTS_NAME
 
     if Path(path).name in (WEIGHTS_NAME, INDEX_NAME):
         path = str(Path(path).parent)
-    is_matrix = is_file(path)
+    is_matrix = is_file(path) and not is_gguf(path)
     if picture is not None and not is_matrix:
         raise UsageError(f"--plot given, but {path} is no saved matrix; leave --plot out")
     if is_matrix:
@@ -51,7 +51,7 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     else:
         description = describe.describe_checkpoint(path)
         show = _show_checkpoint
-        config = ModelConfig(**description["config"])
+        config = load_config(description["checkpoint"])
         for remark in (_remark(description), silu_note(config, path)):
             if remark:
                 note(remark)

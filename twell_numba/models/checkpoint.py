@@ -172,13 +172,18 @@ def _read_model(
 
 
 def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
-    """Read a checkpoint's ``config.json``.
+    """Read a checkpoint's ``config.json``, or what a GGUF file says.
 
     Raises
     ------
     TwellError
         If it is missing, is not JSON, or describes a model that is not supported.
     """
+    if is_gguf(folder):
+        from twell_numba.models.gguf_file import open_gguf
+        from twell_numba.models.gguf_reader import config_of
+
+        return config_of(open_gguf(folder))
     path = Path(folder, CONFIG_NAME)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -69,6 +69,14 @@ def read_gguf(
     return config, dict(_read_weights(file, config, np.dtype(dtype))), tokenizer
 
 
+def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
+    """Return a tensor's numbers in float32, as they stand in the file."""
+    tensor = file.tensors[name]
+    values = np.empty(tensor.shape, np.float32)
+    _read_tensor(file, tensor, values)
+    return values
+
+
 def config_of(file: GGUFFile) -> ModelConfig:
     """Return the model that a file's metadata describes.
 
@@ -176,8 +184,7 @@ def _scaling_of_factors(file: GGUFFile, head_width: int, base: float) -> RopeSca
         raise TwellError(
             f"{file.path} has {ROPE_FACTORS} of shape {tensor.shape}, ({head_width // 2},) wanted"
         )
-    factors = np.empty(tensor.shape, np.float32)
-    _read_tensor(file, tensor, factors)
+    factors = read_tensor(file, ROPE_FACTORS)
     largest = float(factors.max())
     if not 1 <= factors.min() <= largest < np.inf:
         raise TwellError(f"{file.path} has {ROPE_FACTORS} {factors.min():g}, at least 1 wanted")

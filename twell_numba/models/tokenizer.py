@@ -15,7 +15,7 @@ import tokenizers
 
 from twell_numba.errors import TwellError
 from twell_numba.models.bpe_tokenizer import FILE_NAME, BPETokenizer, valid_unicode
-from twell_numba.models.reading import is_file, unreadable
+from twell_numba.models.reading import is_file, is_gguf, unreadable
 from twell_numba.models.token_bytes import byte_alphabet
 from twell_numba.models.tokenizer_settings import TokenizerSettings, read_settings
 
@@ -133,13 +133,18 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokeniz
     """Read the ``tokenizer.json`` of a folder, and the settings that may stand beside it.
 
     Those are ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json``,
-    ``config.json`` and ``chat_template.jinja``.
+    ``config.json`` and ``chat_template.jinja``. A GGUF file has all of it in its header.
 
     Raises
     ------
     TwellError
         If it is missing, cannot be read, or is of a kind that is not supported.
     """
+    if is_gguf(folder):
+        from twell_numba.models.gguf_file import open_gguf
+        from twell_numba.models.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(open_gguf(folder))
     path = Path(folder, FILE_NAME)
     if not is_file(path):
         raise TwellError(f"{path} is missing: a checkpoint's tokenizer wanted, check the path")
