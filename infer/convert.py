@@ -1,4 +1,7 @@
-"""Rewriting a checkpoint: another weight format, small weights cut off, dead neurons removed."""
+"""Rewriting a checkpoint: another weight format, small weights cut off, dead neurons removed.
+
+A GGUF file can be what is rewritten, and what is written.
+"""
 
 import os
 import warnings
@@ -15,14 +18,18 @@ from twell_numba.formats.block_ell import DEFAULT_BLOCK_SIZE
 from twell_numba.infer.describe import describe_checkpoint
 from twell_numba.infer.evaluate import evaluate, fired_neurons, require_finite_weights
 from twell_numba.infer.prune import cut_below, cut_to_density
+from twell_numba.layers.ffn import REASON_OF_ACTIVATION
 from twell_numba.models.checkpoint import (
+    load_config,
     load_model,
     resolve_checkpoint,
     run_of_checkpoints,
     save_model,
 )
 from twell_numba.models.config import ModelConfig
-from twell_numba.models.reading import exists, is_folder, unreadable
+from twell_numba.models.gguf_file import SUFFIX
+from twell_numba.models.gguf_writer import write_gguf
+from twell_numba.models.reading import exists, is_folder, is_gguf, unreadable
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 
@@ -49,6 +56,8 @@ class Conversion:
         Whether each matrix is cut to ``target_density``, or the model as a whole.
     remove_dead : bool
         Whether neurons that fire for no token of the given text are removed.
+    gguf_type : {None, "f32", "f16", "bf16", "q8_0"}
+        Of weights in a GGUF file that is written; None: float32.
     """
 
     weight_format: str | None = None
@@ -57,21 +66,36 @@ class Conversion:
     target_density: float | None = None
     per_layer: bool = False
     remove_dead: bool = False
+    gguf_type: str | None = None
 
     @property
     def cuts(self) -> bool:
         """Whether weights are cut off."""
         return self.weight_threshold is not None or self.target_density is not None
 
-    def validate(self) -> None:
+    def validate(self, *, from_gguf: bool = False, to_gguf: bool = False) -> None:
         """Check what can be checked without a model.
+
+        Parameters
+        ----------
+        from_gguf, to_gguf : bool
+            Whether a GGUF file is read, and whether one is written.
 
         Raises
         ------
         UsageError
             One line: what was given, what is wanted.
         """
-        if self.weight_format is None and not self.cuts and not self.remove_dead:
+        if to_gguf and self.weight_format not in (None, "dense"):
+            raise UsageError(
+                "--to csr or block-ell given with a GGUF file as DST, which holds dense weights; "
+                "name a folder"
+            )
+        if self.gguf_type is not None and not to_gguf:
+            raise UsageError("--gguf-type given, but DST does not end in .gguf, which it is about")
+        is_other_file = from_gguf or to_gguf
+        unchanged = self.weight_format is None and not self.cuts and not self.remove_dead
+        if unchanged and not is_other_file:
             raise UsageError(
                 "nothing to change given; --to, --weight-threshold, --target-density or "
                 "--remove-dead wanted"
@@ -107,9 +131,10 @@ def convert(
     Parameters
     ----------
     source : path
-        A run (its newest checkpoint is read) or a checkpoint.
+        A run (its newest checkpoint is read), a checkpoint, or a GGUF file.
     destination : path
-        A folder that does not exist, or is empty. It is written as a whole or not at all.
+        A folder that does not exist, or is empty, or, with a name that ends in ``.gguf``, a file
+        that does not exist. It is written as a whole or not at all.
     conversion : Conversion
     read_windows : callable, optional
         Returns text for the model and tokenizer it is given, as windows for
@@ -132,15 +157,16 @@ def convert(
         If what is wanted does not fit together, or the model, or cannot be read or written: one
         line; nothing has then been written.
     """
-    conversion.validate()
+    to_gguf = Path(destination).suffix.lower() == SUFFIX
+    conversion.validate(from_gguf=is_gguf(source), to_gguf=to_gguf)
     if conversion.remove_dead and read_windows is None:
         raise UsageError("--remove-dead given without --data, the text that neurons may fire for")
     folder = resolve_checkpoint(source)
     _require_new(destination, folder)
     before = describe_checkpoint(folder)
-    config = ModelConfig(**before["config"])
-    _require_fitting(conversion, config, folder)
-    weight_format = conversion.weight_format or config.ffn_weight_format
+    config = load_config(folder)
+    _require_fitting(conversion, config, folder, is_other_file=to_gguf or is_gguf(folder))
+    weight_format = "dense" if to_gguf else conversion.weight_format or config.ffn_weight_format
 
     model, tokenizer = load_model(folder, keep_format=True)
     block_size = conversion.block_size or model.ffn_layers[0].block_size or DEFAULT_BLOCK_SIZE
@@ -171,8 +197,11 @@ def convert(
     loss_after = _loss(model, windows, tokenizer)
 
     _require_new(destination, folder)
-    with write_folder_atomically(destination) as temporary:
-        save_model(temporary, model, tokenizer)
+    if to_gguf:
+        write_gguf(destination, model, tokenizer, conversion.gguf_type or "f32")
+    else:
+        with write_folder_atomically(destination) as temporary:
+            save_model(temporary, model, tokenizer)
     after = describe_checkpoint(destination)
     return {
         "source": str(folder),
@@ -268,18 +297,28 @@ def _require_new(given: str | os.PathLike[str], checkpoint: Path) -> None:
         )
     if not exists(destination):
         return
+    is_file = destination.suffix.lower() == SUFFIX
     try:
-        is_empty = is_folder(destination) and not any(destination.iterdir())
+        is_empty = not is_file and is_folder(destination) and not any(destination.iterdir())
     except OSError as error:
         raise unreadable(destination, error) from error
     if not is_empty:
+        wanted = "file" if is_file else "folder"
         raise TwellError(
-            f"{destination} exists already and is left as it is; name a folder that does not exist"
+            f"{destination} exists already and is left as it is; name a {wanted} that does not "
+            f"exist"
         )
 
 
-def _require_fitting(conversion: Conversion, config: ModelConfig, folder: Path) -> None:
+def _require_fitting(
+    conversion: Conversion, config: ModelConfig, folder: Path, is_other_file: bool
+) -> None:
     """Refuse what makes no sense for a checkpoint that is sparse, or dense, already."""
+    if conversion.weight_format in ("csr", "block_ell") and config.activation != "relu":
+        raise TwellError(
+            f"{folder} has the activation {config.activation}, with which only dense weights are "
+            f"supported: {REASON_OF_ACTIVATION[config.activation]}"
+        )
     stored, wanted = config.ffn_weight_format, conversion.weight_format
     if stored != "dense" and (conversion.cuts or wanted in ("csr", "block_ell")):
         raise TwellError(
@@ -287,7 +326,7 @@ def _require_fitting(conversion: Conversion, config: ModelConfig, folder: Path) 
             f"and then the result"
         )
     unchanged = not conversion.cuts and not conversion.remove_dead
-    if stored == "dense" and wanted == "dense" and unchanged:
+    if stored == "dense" and wanted == "dense" and unchanged and not is_other_file:
         raise TwellError(f"{folder} is dense already; leave it as it is, or give --to csr")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -200,3 +201,64 @@ def test_inspection_of_weights_that_cannot_be_counted_says_so(tmp_path: Path, so
     assert "unknown" in result.stdout
     (line,) = result.stderr.splitlines()
     assert "of a dtype that is not supported" in line
+
+
+def test_a_gguf_file_and_back(source: Path, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    report = converted(source, file, "--data", text, "--windows", 2)
+    assert report["format"] == "dense"
+    assert report["destination"] == str(file)
+    assert report["loss_before"] == report["loss_after"]
+    described = json.loads(invoke("inspect", file, "--json").stdout)
+    assert described["parameters"] == CONFIG.parameter_count()
+    assert invoke("generate", file, "--prompt", "a", "--max-new-tokens", 2).exit_code == 0
+    converted(file, tmp_path / "back", "--to", "dense")
+    before, after = (load_file(each / "model.safetensors") for each in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+
+
+def test_a_gguf_file_of_a_type_without_dead_neurons(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    report = converted(
+        source, tmp_path / "a.gguf", "--gguf-type", "q8_0", "--remove-dead", "--data", text
+    )
+    assert report["neurons_after"] < report["neurons_before"]
+    assert report["ffn_bytes_after"] < 0.5 * report["ffn_bytes_before"]
+    sparse = tmp_path / "sparse"
+    converted(source, sparse, "--to", "csr")
+    report = converted(sparse, tmp_path / "b.GGUF")
+    assert report["format"] == "dense"
+
+
+def test_what_a_gguf_file_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    there = tmp_path / "there.gguf"
+    there.write_bytes(b"x")
+    for arguments, code, message in (
+        ((source, tmp_path / "a.gguf", "--to", "csr"), 2, "holds dense weights"),
+        ((source, tmp_path / "a", "--gguf-type", "f16"), 2, "does not end in .gguf"),
+        ((source, there), 1, "exists already and is left as it is; name a file"),
+        ((there, tmp_path / "a", "--to", "dense"), 1, "not a GGUF file"),
+        ((source, tmp_path / "a.gguf", "--gguf-type", "q4_0"), 2, "'q4_0' is not one of"),
+        ((source, source / "a.gguf"), 1, "lies in"),
+    ):
+        result = invoke("convert", *arguments)
+        assert result.exit_code == code, result.output
+        assert message in result.stderr
+        assert "Traceback" not in result.output
+    assert there.read_bytes() == b"x"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.gguf"]
+
+
+def test_a_silu_model_stays_dense(tmp_path: Path) -> None:
+    config = replace(CONFIG, activation="silu")
+    save_model(tmp_path / "a", Transformer(config, np.random.default_rng(0)), ByteTokenizer())
+    result = invoke("convert", tmp_path / "a", tmp_path / "b", "--to", "csr")
+    assert result.exit_code == 1
+    assert "has the activation silu, with which only dense weights are supported" in result.stderr
+    assert not (tmp_path / "b").exists()

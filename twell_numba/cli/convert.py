@@ -52,6 +52,11 @@ _FORMATS = {"csr": "csr", "block-ell": "block_ell", "dense": "dense"}
     help="stdlib, a text file, a folder or a prepared .bin, of which the held-out part is used: "
     "the loss on it is measured before and after.",
 )
+@click.option(
+    "--gguf-type",
+    type=click.Choice(["f32", "f16", "bf16", "q8_0"]),
+    help="How weights are stored in a GGUF file; f32 if not given.",
+)
 @click.option("--windows", type=click.IntRange(min=1), help="How many sequences of --data to use.")
 @ignored_seed_option
 @any_device_option
@@ -66,19 +71,23 @@ def convert(
     per_layer: bool,
     remove_dead: bool,
     data: str | None,
+    gguf_type: str | None,
     windows: int | None,
     device: str,
     as_json: bool,
 ) -> None:
-    """Write a changed copy of the checkpoint SRC, a run folder or a checkpoint, to the folder DST.
+    """Write a changed copy of SRC, a run folder, a checkpoint or a GGUF file, to the folder DST.
 
     SRC is left as it is, and DST must not exist yet. twell eval, generate and inspect take DST.
+    If DST ends in .gguf, it becomes a GGUF file, which other tools run too.
 
     \b
     Examples:
       twell convert runs/tiny-1 pruned --to csr --target-density 0.01 --data stdlib
       twell convert runs/tiny-1 smaller --remove-dead --data stdlib
       twell convert pruned dense-again --to dense
+      twell convert SmolLM2 smollm2.gguf --gguf-type q8_0
+      twell convert smollm2.gguf SmolLM2-again --to dense
     """
     if windows is not None and data is None:
         raise UsageError("--windows given without --data, of which it says how much to use")
@@ -105,6 +114,7 @@ def convert(
             target_density,
             per_layer,
             remove_dead,
+            gguf_type,
         ),
         None if data is None else read_windows,
     )
