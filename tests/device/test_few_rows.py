@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from twell_numba.device import set_thread_count, thread_count
-from twell_numba.device.few_rows import FEW_ROWS, add_scaled_rows, few_rows_product
+from twell_numba.device.few_rows import (
+    CHUNK,
+    FEW_ROWS,
+    add_scaled_rows,
+    few_rows_combination,
+    few_rows_product,
+)
 from twell_numba.device.vectors import register_lanes
 
 LANES = register_lanes(np.dtype(np.float32))
@@ -27,6 +33,18 @@ def test_against_numpy(rng, neurons, width, dtype, tolerance):
         add_scaled_rows(product, weight, y, start, stop)
         scale = 1 + np.abs(wanted) + np.abs(product) @ np.abs(weight)
         assert np.all(np.abs(y - wanted) <= 4 * tolerance * scale)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-14)])
+@pytest.mark.parametrize(("neurons", "width"), [(0, 3), (5, 0), (CHUNK + 1, 33), (1000, 9)])
+def test_combination_against_numpy(rng, neurons, width, dtype, tolerance):
+    weight = rng.standard_normal((neurons, width)).astype(dtype)
+    for rows in (0, 1, 2, 3):
+        h = rng.standard_normal((rows, neurons)).astype(dtype)
+        y = few_rows_combination(h, weight)
+        assert y.dtype == dtype
+        scale = 1 + np.abs(h) @ np.abs(weight)
+        assert np.all(np.abs(y - h @ weight) <= tolerance * scale)
 
 
 def test_writes_to_an_array_given(rng):

@@ -23,6 +23,10 @@ milliseconds; the last line is what :mod:`twell_numba.kernels.dense_ffn.cpu` doe
 From 32 rows on BLAS is as fast on 2 threads, and faster on one.
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import numpy as np
 
 from twell_numba.device.jit import jit
@@ -39,9 +43,11 @@ from twell_numba.device.vectors import (
 
 FEW_ROWS = 31
 """Up to so many rows these are faster than BLAS."""
-# Fewest numbers of a matrix worth a thread of their own (100 us of work: waking a thread takes
-# about as long).
-GRAIN = 500_000
+# Fewest numbers of a matrix worth a thread of their own (100 us of reading, from memory: waking a
+# thread takes a third of it).
+GRAIN = 400_000
+# Rows of a matrix of which a sum is written, to be added up with those of the others.
+CHUNK = 128
 
 
 def few_rows_product(
@@ -62,14 +68,80 @@ def few_rows_product(
     run_ranges(
         lambda start, stop: dots_with_rows(x, weight, out, start, stop),
         weight.shape[0],
-        grain=rows_worth_a_thread(weight.shape[1]),
+        grain=1 + GRAIN // max(1, weight.shape[1]),
     )
     return out
 
 
-def rows_worth_a_thread(width: int) -> int:
-    """Return the fewest rows of this width that are worth a thread of their own."""
-    return 1 + GRAIN // max(1, width)
+def few_rows_combination(h: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return ``h @ weight``, computed by all threads.
+
+    Parameters
+    ----------
+    h : ndarray of float32 or float64, shape (M, K)
+        C-contiguous, as all arrays here, and of one dtype. M should be at most ``FEW_ROWS``.
+    weight : ndarray, shape (K, N)
+    """
+    return sum_over_chunks(_combine_chunks, (h, weight), len(h), weight)
+
+
+def sum_over_chunks(
+    kernel: Callable[..., None],
+    arguments: tuple[Any, ...],
+    rows: int,
+    weight: np.ndarray,
+    weights: int = 1,
+) -> np.ndarray:
+    """Return the sum of what chunks of a matrix's rows contribute, added up in their order.
+
+    So its bits do not depend on the number of threads, which meet once.
+
+    Parameters
+    ----------
+    kernel : callable
+        ``kernel(*arguments, bounds, partial, start, stop)`` writes to ``partial[chunk]``, for each
+        chunk from ``start`` to ``stop``, what rows ``bounds[chunk]`` to ``bounds[chunk + 1]``
+        contribute.
+    arguments : tuple
+    rows : int
+        M.
+    weight : ndarray, shape (K, N)
+    weights : int
+        How many such matrices the kernel reads.
+
+    Returns
+    -------
+    ndarray, shape (M, N)
+    """
+    neurons, width = weight.shape
+    bounds = _chunk_bounds(neurons)
+    chunks = len(bounds) - 1
+    partial = np.empty((chunks, rows, width), weight.dtype)
+    run_ranges(
+        lambda start, stop: kernel(*arguments, bounds, partial, start, stop),
+        chunks,
+        grain=1 + GRAIN // max(1, weights * CHUNK * width),
+    )
+    return partial.sum(axis=0)
+
+
+@cache
+def _chunk_bounds(rows: int) -> np.ndarray:
+    """Return the row that each chunk begins with, and the number of rows.
+
+    Kernels read bounds from this array. Where they compute them, LLVM's check that arrays do not
+    overlap takes in a chunk too many, and a loop is not vectorized if one array follows another.
+    """
+    bounds = np.append(np.arange(0, rows, CHUNK), rows)
+    bounds.flags.writeable = False
+    return bounds
+
+
+@jit
+def _combine_chunks(h, weight, bounds, partial, start, stop):
+    for chunk in range(start, stop):
+        partial[chunk] = 0
+        add_scaled_rows(h, weight, partial[chunk], bounds[chunk], bounds[chunk + 1])
 
 
 @jit

@@ -19,8 +19,6 @@ the bits do not depend on their number.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from twell_numba.device.few_rows import (
     FEW_ROWS,
     add_scaled_rows,
     dots_with_rows,
-    rows_worth_a_thread,
+    sum_over_chunks,
 )
 from twell_numba.device.jit import jit
 from twell_numba.device.threads import run_ranges
@@ -46,8 +44,6 @@ from twell_numba.kernels.ffn_checks import backward_inputs, forward_inputs, l1_s
 # Rows a thread takes through all products at a time.
 PANEL_ROWS = 512
 ROW_GRAIN = 16
-# Neurons that a thread takes few rows through at a time.
-CHUNK = 128
 
 
 def gated_ffn_forward(
@@ -88,7 +84,7 @@ def gated_ffn_forward(
     if shape[0] <= FEW_ROWS:
         weights = (gate_weight, up_weight, down_weight)
         arguments = (x, *weights, function, gate, up, hidden)
-        return _run_chunks(_gated_chunks, arguments, 3), activations
+        return sum_over_chunks(_gated_chunks, arguments, shape[0], down_weight, 3), activations
     y = np.empty_like(x)
 
     def panel(rows: slice) -> None:
@@ -186,7 +182,7 @@ def ffn_forward(
     activations = DenseActivations(up, None, hidden)
     if shape[0] <= FEW_ROWS:
         arguments = (x, up_weight, down_weight, function, up, hidden)
-        return _run_chunks(_chunks, arguments, 2), activations
+        return sum_over_chunks(_chunks, arguments, shape[0], down_weight, 2), activations
     y = np.empty_like(x)
 
     def panel(rows: slice) -> None:
@@ -263,30 +259,6 @@ def _run_panels(panel: Callable[[slice], None], rows: int, product_size: int) ->
         run_ranges(work, rows, grain=ROW_GRAIN)
 
 
-def _run_chunks(
-    kernel: Callable[..., None], arguments: tuple[Any, ...], weights: int
-) -> np.ndarray:
-    """Return y: the sum of what ``kernel`` writes for each chunk of neurons, by all threads."""
-    x, weight = arguments[:2]
-    rows, width = x.shape
-    chunks, bounds = _chunks_of(weight.shape[0])
-    partial = np.empty((chunks, rows, width), x.dtype)
-    run_ranges(
-        lambda start, stop: kernel(*arguments, bounds, partial, start, stop),
-        chunks,
-        grain=rows_worth_a_thread(weights * CHUNK * width),
-    )
-    return partial.sum(axis=0)
-
-
-@cache
-def _chunks_of(neurons: int) -> tuple[int, np.ndarray]:
-    """Return the number of chunks of neurons, and the neuron each begins with, and F."""
-    bounds = np.append(np.arange(0, neurons, CHUNK), neurons)
-    bounds.flags.writeable = False
-    return len(bounds) - 1, bounds
-
-
 @jit
 def _gated_chunks(
     x,
@@ -302,11 +274,7 @@ def _gated_chunks(
     start,
     stop,
 ):
-    """Write what each chunk of neurons adds to y, for the chunks ``start`` to ``stop``.
-
-    Bounds are read from an array. Of ones that are computed, LLVM's check that arrays do not
-    overlap takes in a chunk too many, and SiLU is not vectorized where one array follows another.
-    """
+    """Write what each chunk of neurons adds to y, for the chunks ``start`` to ``stop``."""
     for chunk in range(start, stop):
         first, last = bounds[chunk], bounds[chunk + 1]
         dots_with_rows(x, gate_weight, gate, first, last)

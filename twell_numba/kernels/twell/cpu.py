@@ -42,7 +42,7 @@ from collections.abc import Callable
 import numpy as np
 
 from twell_numba.device.blas import SMALL_PRODUCT, add_matmul, matmul, single_threaded_blas
-from twell_numba.device.few_rows import FEW_ROWS, few_rows_product
+from twell_numba.device.few_rows import FEW_ROWS, few_rows_combination, few_rows_product
 from twell_numba.device.jit import jit
 from twell_numba.device.simd import LANES, lowest_bit, positive_mask
 from twell_numba.device.threads import run_ranges
@@ -152,8 +152,8 @@ def gated_ffn_forward(
 
     _forward_panels(x, gate_weight, packed, gather, is_squared)
     if packed.tail_rows.size:
-        packed.up_tail = matmul(x[packed.tail_rows], up_weight.T)
-        y[packed.tail_rows] = matmul(packed.tail_values * packed.up_tail, down_weight)
+        packed.up_tail = _times_transposed(x[packed.tail_rows], up_weight)
+        y[packed.tail_rows] = _times(packed.tail_values * packed.up_tail, down_weight)
     return y, packed
 
 
@@ -258,7 +258,7 @@ def gated_ffn_backward(
         dy_tail, x_tail = dy[rows], x[rows]
         fires = ~(gate <= 0)
         hidden = gate * up
-        d_hidden = matmul(dy_tail, down_weight.T) + scale * np.sign(hidden)
+        d_hidden = _times_transposed(dy_tail, down_weight) + scale * np.sign(hidden)
         d_up = np.where(fires, d_hidden * gate, 0)
         d_gate = np.where(fires, d_hidden * up, 0)
         if is_squared:
@@ -266,7 +266,7 @@ def gated_ffn_backward(
         add_matmul(hidden.T, dy_tail, down_grad)
         add_matmul(d_up.T, x_tail, up_grad)
         add_matmul(d_gate.T, x_tail, gate_grad)
-        dx[rows] = matmul(d_up, up_weight) + matmul(d_gate, gate_weight)
+        dx[rows] = _times(d_up, up_weight) + _times(d_gate, gate_weight)
     return dx
 
 
@@ -296,7 +296,7 @@ def ffn_forward(
 
     _forward_panels(x, up_weight, packed, gather, is_squared)
     if packed.tail_rows.size:
-        y[packed.tail_rows] = matmul(packed.tail_values, down_weight)
+        y[packed.tail_rows] = _times(packed.tail_values, down_weight)
     return y, packed
 
 
@@ -358,13 +358,13 @@ def ffn_backward(
     if packed.tail_rows.size:
         rows, hidden = packed.tail_rows, packed.tail_values
         dy_tail, x_tail = dy[rows], x[rows]
-        d_hidden = matmul(dy_tail, down_weight.T) + scale * np.sign(hidden)
+        d_hidden = _times_transposed(dy_tail, down_weight) + scale * np.sign(hidden)
         d_up = np.where(~(hidden <= 0), d_hidden, 0)
         if is_squared:
             d_up *= 2 * np.sqrt(hidden)
         add_matmul(hidden.T, dy_tail, down_grad)
         add_matmul(d_up.T, x_tail, up_grad)
-        dx[rows] = matmul(d_up, up_weight)
+        dx[rows] = _times(d_up, up_weight)
     return dx
 
 
@@ -434,6 +434,17 @@ def _allocate(rows: int, neurons: int, tile: int, slots: int, dtype: np.dtype) -
         tail_rows=np.empty(0, np.int64),
         tail_values=np.empty((0, neurons), dtype),
     )
+
+
+# ---- Products of the tail's rows, of which there may be few
+
+
+def _times_transposed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return few_rows_product(x, weight) if len(x) <= FEW_ROWS else matmul(x, weight.T)
+
+
+def _times(h: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return few_rows_combination(h, weight) if len(h) <= FEW_ROWS else matmul(h, weight)
 
 
 # ---- Forward, by panels of rows
