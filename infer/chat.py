@@ -68,7 +68,7 @@ def plain_chat(messages: Sequence[Message]) -> str:
     """
     system = [message["content"] for message in messages if message["role"] == "system"]
     turns = [message for message in messages if message["role"] != "system"]
-    lines = [f"{_SPEAKERS[turn['role']]}: {turn['content']}\n" for turn in turns]
+    lines = [f"{_SPEAKERS[turn['role']]}: {turn['content'].strip()}\n" for turn in turns]
     return "".join(f"{text}\n\n" for text in system) + "".join(lines) + "Assistant:"
 
 

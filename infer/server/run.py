@@ -13,6 +13,9 @@ from twell_numba.infer.server.app import Limits, build_app
 from twell_numba.infer.server.service import Service
 from twell_numba.infer.server.worker import EngineWorker
 
+# Connections beside those of requests: idle ones, and those that ask how it goes. Further ones are
+# answered with status 503.
+_OTHER_CONNECTIONS = 256
 # How long answers that are being sent are waited for at the end, and then the engine's last step.
 _SECONDS_TO_END = 3
 _SECONDS_FOR_LAST_STEP = 10
@@ -109,6 +112,7 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        limit_concurrency=most_requests + _OTHER_CONNECTIONS,
         timeout_graceful_shutdown=_SECONDS_TO_END,
     )
     server = _Server(config, worker, on_ready)

@@ -118,7 +118,14 @@ def test_wrong_use_says_where_help_is() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
 @pytest.mark.parametrize(
     "command",
-    [["train"], ["generate", "run", "--prompt", "x"], ["eval", "run"], ["bench", "ffn"]],
+    [
+        ["train"],
+        ["generate", "run", "--prompt", "x"],
+        ["chat", "run"],
+        ["serve", "run"],
+        ["eval", "run"],
+        ["bench", "ffn"],
+    ],
     ids=lambda command: command[0],
 )
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(
@@ -180,6 +187,8 @@ def test_too_little_memory_says_what_needs_less(
     [
         ["train"],
         ["generate", "run", "--prompt", "x"],
+        ["chat", "run"],
+        ["serve", "run"],
         ["eval", "run"],
         ["bench", "ffn"],
         ["bench", "formats"],

@@ -34,7 +34,7 @@ def conversation(model: Transformer, settings: GenerationSettings = GREEDY, **op
 
 def test_without_a_template_messages_are_plain_text() -> None:
     messages = [
-        said("user", "Hi"), said("system", "Be kind."), said("assistant", "Hello"),
+        said("user", "Hi"), said("system", "Be kind."), said("assistant", " Hello"),
         said("user", "Why?"),
     ]  # fmt: skip
     text = "Be kind.\n\nUser: Hi\nAssistant: Hello\nUser: Why?\nAssistant:"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -545,12 +546,24 @@ def test_a_client_that_goes_while_it_waits_leaves_no_request(strict: Any) -> Non
     strict.wait_until_idle(KEY)
 
 
+def test_more_connections_than_a_server_has_use_for_are_refused(strict: Any) -> None:
+    strict.wait_until_idle(KEY)
+    with ExitStack() as stack:
+        for _ in range(270):
+            stack.enter_context(socket.create_connection(strict.address, timeout=20))
+        assert strict.request("/health").status == 503
+    end = time.monotonic() + 10
+    while strict.request("/health").status != 200:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_client_that_does_not_read_holds_up_nobody(server: Any, client: openai.OpenAI) -> None:
     server.wait_until_idle()
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lazy.connect(server.address)
-        body = json.dumps({**LONG, "max_tokens": 4000, "stream": True, "logprobs": 5}).encode()
+        body = json.dumps({**LONG, "max_tokens": 1500, "stream": True, "logprobs": 20}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -568,7 +581,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Any, client: openai
             received += part
     assert b"data: [DONE]" in received
     texts = re.findall(rb'"text":"((?:[^"\\]|\\.)*)"', received)
-    assert len(json.loads(b'"' + b"".join(texts) + b'"')) == 4000
+    assert len(json.loads(b'"' + b"".join(texts) + b'"')) == 1500
 
 
 def test_many_streams_at_once_keep_their_own_text(server: Any, engine: Engine) -> None:

@@ -116,4 +116,4 @@ def test_64_streaming_clients_for_a_minute(server: Any, model_folder: Path) -> N
     assert server.process.poll() is None
     assert not re.search("Error|Traceback", server.stderr.read_text())
     assert together > 3 * alone
-    assert end < 1.02 * warm
+    assert end < 1.03 * warm
