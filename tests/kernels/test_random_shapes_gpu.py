@@ -149,6 +149,18 @@ def check_rms_norm(trial: Trial, rows: int, width: int) -> None:
     check(total, expected.astype(np.float64), y, inverse_rms, residual)
 
 
+def check_bias(trial: Trial, rows: int, width: int) -> None:
+    cuda, reference = kernels("bias")
+    (y, y64), (dy, dy64) = (trial.normal(rows, width) for _ in range(2))
+    (bias, bias64), (dbias, expected) = trial.normal(width), trial.normal(width, dtype=FLOAT32)
+    cuda.add_bias(y, bias)
+    trial.close("y", y, y64 + bias64)
+    terms = np.sqrt(expected**2 + np.square(dy64).sum(axis=0))
+    cuda.bias_backward(dy, dbias)
+    reference.bias_backward(dy64, expected)
+    trial.close("dbias", dbias, expected, terms, TOLERANCE[FLOAT32])
+
+
 def check_rotary(trial: Trial, batch: int, tokens: int, heads: int, half: int) -> None:
     cuda, reference = kernels("rotary")
     tables = cuda.rotary_tables(np.arange(tokens), 2 * half, 10000.0)
@@ -747,6 +759,7 @@ FAMILIES = {
     "rms_norm": Family(
         check_rms_norm, sizes(3000, 2500), EDGES_OF_ROWS, [(3, 33), (2, 264)],
     ),
+    "bias": Family(check_bias, sizes(3000, 2500), EDGES_OF_ROWS, [(3, 33), (2, 264)]),
     "rotary": Family(
         check_rotary,
         sizes(8, 500, 8, 128),
