@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +455,35 @@ def test_a_body_that_does_not_come_is_not_waited_for(strict: Any) -> None:
                     b"Authorization: Bearer secret\r\nContent-Type: application/json\r\n"
                     b"Content-Length: 100\r\n\r\n{")  # fmt: skip
         assert raw.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00",  # TLS
+        b"GET / HTTP/one\r\n\r\n",
+        b"\r\n" * 1000,
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /" + b"x" * 100_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000
+        + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        b"Content-Type: application/json\r\n\r\nxyz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+        b"Content-Type: application/json\r\n\r\n{",
+    ],
+)  # fmt: skip
+def test_what_is_no_request_disturbs_nothing(server: Any, data: bytes) -> None:
+    with socket.create_connection(server.address, timeout=20) as raw:
+        raw.sendall(data)
+        raw.shutdown(socket.SHUT_WR)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := raw.recv(1 << 16):
+                answer += part
+    assert answer[:12] in (b"", b"HTTP/1.1 400")
+    assert server.request("/health").status == 200
 
 
 # load, time, and clients that go

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from twell_numba.infer.request import GenerationSettings
 from twell_numba.infer.server.errors import ApiError
@@ -206,3 +208,43 @@ def test_other_messages_are_refused_by_their_place(message: Any, field: str) -> 
 def test_there_is_at_least_one_message(messages: Any) -> None:
     with pytest.raises(ApiError, match="at least one message"):
         chat(messages=messages)
+
+
+FIELDS = [
+    "model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "temperature",
+    "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stream", "stream_options",
+    "logprobs", "top_logprobs", "echo", "best_of", "ignore_eos", "tools", "logit_bias", "user",
+    "response_format", "frequency_penalty", "role", "content", "type", "text", "include_usage",
+]  # fmt: skip
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+    st.sampled_from(["user", "assistant", "text", 0, 1, 2]),
+)  # fmt: skip
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(FIELDS), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_is_a_call_or_one_clear_error(content: dict[str, Any]) -> None:
+    for parse in (parse_completion, parse_chat):
+        result = parsed(parse, content)
+        if isinstance(result, ApiError):
+            assert result.status == 400
+            assert 0 < len(result.message) < 300
+            assert result.field is not None
+        else:
+            result.settings.validate()
+
+
+def parsed(parse: Any, content: dict[str, Any]) -> Any:
+    """Return the call, or the error."""
+    try:
+        return parse(content)
+    except ApiError as error:
+        return error
