@@ -348,6 +348,11 @@ class TrainConfig:
             raise UsageError(
                 f"sparse_from={self.sparse_from} given, at most steps={self.steps} wanted"
             )
+        if self.activation != "relu":
+            raise UsageError(
+                f"sparse_from={self.sparse_from} given with activation={self.activation}, relu "
+                f"wanted: sparse weights are for it alone"
+            )
         is_dense = self.target_density == 1
         if is_dense and not (self.l1_weight or self.l1_block or self.weight_threshold):
             raise UsageError(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, UsageError
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.checkpoint import (
     load_config,
@@ -55,6 +55,21 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, np.ndarray]], object]) 
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path)
+
+
+def test_a_path_that_there_is_not_for_the_activation_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, replace(CONFIG, activation="silu"))
+    assert load_model(tmp_path)[0].ffn_path == "auto"
+    assert load_model(tmp_path, ffn_path="dense")[0].ffn_path == "dense"
+    for path in ("twell", "csr", "block_ell"):
+        with pytest.raises(UsageError, match=f"{path} given for a model with the activation silu"):
+            load_model(tmp_path, ffn_path=path)
+    with pytest.raises(UsageError, match="8-bit floats given .* SiLU has no exact zeros"):
+        load_model(tmp_path, float8=True)
+    saved(tmp_path, replace(CONFIG, activation="relu2"))
+    assert load_model(tmp_path, ffn_path="twell")[0].ffn_path == "twell"
+    with pytest.raises(UsageError, match="csr given for a model with the activation relu2"):
+        load_model(tmp_path, ffn_path="csr")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

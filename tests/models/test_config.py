@@ -68,6 +68,12 @@ def test_a_wrong_field_is_one_line(field: str, value: object, message: str) -> N
     assert len(str(caught.value)) < 200
 
 
+def test_sparse_weights_are_for_relu_alone() -> None:
+    replace(CONFIG, ffn_weight_format="csr").validate()
+    with pytest.raises(UsageError, match="ffn_weight_format=csr given with activation=silu"):
+        replace(CONFIG, ffn_weight_format="csr", activation="silu").validate()
+
+
 def test_a_number_that_python_does_not_write_out_is_one_line() -> None:
     with pytest.raises(UsageError, match="context_length=a value of type int too large to show"):
         replace(CONFIG, context_length=10**5000).validate()

@@ -191,6 +191,10 @@ def test_wrong_overrides_are_refused_in_one_line(override, message):
             "ffn_path=twell given with sparse_fr",
         ),
         (
+            ["l1_weight=1", "sparse_from=900", "activation=silu"],
+            "activation=silu, relu wanted",
+        ),
+        (
             ["l1_weight=1", "sparse_from=900", "ffn_path=dense"],
             "ffn_path=dense given with sparse_fr",
         ),

@@ -22,7 +22,12 @@ from twell_numba.device.threads import thread_count
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.formats import BlockELLMatrix, CSRMatrix
 from twell_numba.formats.tensor_file import write_tensors
-from twell_numba.layers.ffn import FLOAT8_PATHS, PATHS_OF_FORMAT
+from twell_numba.layers.ffn import (
+    FLOAT8_PATHS,
+    PATHS_OF_ACTIVATION,
+    PATHS_OF_FORMAT,
+    REASON_OF_ACTIVATION,
+)
 from twell_numba.layers.parameter import Operand
 from twell_numba.models.config import ModelConfig
 from twell_numba.models.huggingface import (
@@ -124,7 +129,7 @@ def load_model(
     Raises
     ------
     UsageError
-        If the path does not fit ``float8``.
+        If the path does not fit ``float8``, or one of them the model's activation.
     TwellError
         If a file is missing, truncated or of another kind, or a tensor is missing, unexpected or
         of another shape or dtype: one line naming the file and the tensor.
@@ -141,6 +146,7 @@ def load_model(
     host_dtype = np.dtype(np.float32) if is_short else dtype
     # What is trained is written to, all of it.
     config, weights, tokenizer = _read_model(folder, host_dtype, mapped=not keep_format)
+    _require_path_of_activation(ffn_path, float8, config.activation, device)
     model = Transformer(config, weights, host_dtype)
     if not keep_format:
         _hold_for_path(model, "twell" if float8 else ffn_path)
@@ -151,6 +157,19 @@ def load_model(
     if stream is not None:
         model.move_to_gpu(stream, dtype)
     return model, tokenizer
+
+
+def _require_path_of_activation(ffn_path: str, float8: bool, activation: str, device: str) -> None:
+    """Refuse an execution path that there is not for a model's activation."""
+    paths = PATHS_OF_ACTIVATION[activation]
+    if activation != "relu" and device != "cpu":
+        paths = ("auto", "dense")
+    if ffn_path not in paths or (float8 and activation != "relu"):
+        given = "8-bit floats" if float8 else f"FFN path {ffn_path}"
+        raise UsageError(
+            f"{given} given for a model with the activation {activation}, FFN path "
+            f"{' or '.join(paths)} wanted: {REASON_OF_ACTIVATION[activation]}"
+        )
 
 
 def _read_model(

@@ -138,6 +138,11 @@ class ModelConfig:
                 f"ffn_weight_format={shown(self.ffn_weight_format)} given, one of "
                 f"{', '.join(FFN_WEIGHT_FORMATS)} wanted"
             )
+        if self.activation != "relu" and self.ffn_weight_format != "dense":
+            raise UsageError(
+                f"ffn_weight_format={self.ffn_weight_format} given with "
+                f"activation={self.activation}, dense wanted: sparse weights are for relu alone"
+            )
         self._validate_head_width()
         if self.n_heads % self.n_kv_heads:
             raise UsageError(
