@@ -198,7 +198,7 @@ class _Cursor:
         self.require(count, 8, "texts")
         if count > MOST_TEXTS:
             raise _Damage(f"a list of {count} texts, at most {MOST_TEXTS} are read")
-        texts = []
+        texts: list[str] = []
         content, place, size = self._content, self.place, self._size
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):

@@ -67,7 +67,7 @@ def _compiled(text: str) -> Template:
     return environment.from_string(tree)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
