@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from twell_numba.device.arrays import Array, is_on_gpu
+from twell_numba.device.blas import single_threaded_blas
 from twell_numba.errors import TwellError, UsageError
 from twell_numba.infer.request import GenerationSettings, Request, TokenLogprob
 from twell_numba.infer.sampling import sample
@@ -74,7 +75,8 @@ class Generation:
             self._sequence.finish("length")
         given = 0
         while not request.finish_reason:
-            self._advance(next(next_logits))
+            with single_threaded_blas():  # as in the engine's steps
+                self._advance(next(next_logits))
             if piece := request.text[given:]:
                 given = len(request.text)
                 yield piece
