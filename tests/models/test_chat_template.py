@@ -194,9 +194,21 @@ WITH_TOOLS = (
     "{%- endif %}\n{%- endfor %}\n"
     "last {{ ns.last }} {{ messages | map(attribute='role') | join(', ') }}\n"
 )
+WITH_MACROS = (
+    "{%- macro shown(value) %}{% if value is mapping %}{% for k, v in value.items() %}"
+    "{{ k }}={{ shown(v) }};{% endfor %}{% elif value is string %}{{ value | upper }}"
+    "{% else %}{{ value | tojson }}{% endif %}{% endmacro %}\n"
+    "{% if tools is not none %}{{ shown(tools[0]) }}{% endif %}"
+    "{% for message in messages %}{% if message['content'] is string and loop.first %}"
+    "{{ message['content'].split(' ')[0].strip('.') ~ loop.length ~ loop.last }}{% endif %}"
+    "{% if loop.index0 > 0 %}{% continue %}{% endif %}{{ '%s-%d' % ('a', 3) }}"
+    "{% endfor %}{{ messages | map(attribute='role') | list | join('|') }}"
+    "{{ dict(a=1)['a'] }}{{ (messages | selectattr('role', 'equalto', 'user') | list)[0].content }}"
+    "{{ strftime_now('%Y') | length }}{{ eos_token }}{{ nothing }}"
+)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3_LIKE, WITH_TOOLS])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3_LIKE, WITH_TOOLS, WITH_MACROS])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, [{"name": "søg", "arguments": {"a": [1, None, True]}}]])
 @pytest.mark.filterwarnings("default")

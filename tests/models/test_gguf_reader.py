@@ -140,6 +140,8 @@ def test_memory_is_that_of_the_weights(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.expert_count": 8}, "mixture of experts .llama.expert_count = 8."),
     ({"llama.attention.sliding_window": 4096}, "sliding window"),
+    ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5"),
+    ({"llama.attention.causal": False}, "without causal attention"),
     ({"llama.rope.scaling.type": "yarn"}, "scaled by 'yarn'"),
     ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8, 16 wanted"),
     ({"llama.attention.value_length": 8}, "attention.value_length 8, 16 wanted"),

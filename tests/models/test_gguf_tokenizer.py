@@ -250,3 +250,12 @@ def test_written_metadata_is_what_other_tools_expect() -> None:
     types = metadata["tokenizer.ggml.token_type"]
     assert types[:4] == [2, 3, 3, 6]
     assert len(metadata["tokenizer.ggml.scores"]) == len(types)
+
+
+def test_a_very_long_token_takes_no_time() -> None:
+    metadata = metadata_of("legacy")
+    del metadata["tokenizer.huggingface.json"]
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 3_000_000
+    metadata["tokenizer.ggml.token_type"][-1] = 1
+    tokenizer = tokenizer_from_gguf(as_read(metadata))
+    assert tokenizer.decode_bytes(tokenizer.encode("aaa"), at_start=True) == b"aaa"

@@ -28,6 +28,17 @@ from twell_numba.models.tokenizer import TextTokenizer
 
 # Bytes of packed rows that are read and unpacked at a time: they stay in the cache.
 BAND_NBYTES = 1 << 18
+# Numbers that other kinds of models multiply or bound something by.
+_FACTORS = (
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+)
 # Fewest numbers worth a thread of their own.
 GRAIN = 500_000
 # What Llama 3.1 and later were first trained on.
@@ -134,6 +145,14 @@ def _refuse_what_is_not_run(file: GGUFFile, architecture: str) -> None:
                 f"{file.path} has a model with {what} ({key} = {file.integer(key)}), which is not "
                 f"supported"
             )
+    for key in _FACTORS:
+        if file.number(f"{architecture}.{key}", 1.0) not in (0.0, 1.0):
+            raise TwellError(
+                f"{file.path} has a model with {architecture}.{key} = "
+                f"{file.number(f'{architecture}.{key}'):g}, which is not supported"
+            )
+    if not file.flag(f"{architecture}.attention.causal", True):
+        raise TwellError(f"{file.path} has a model without causal attention: not supported")
     if file.integer("split.count", 1) > 1:
         raise TwellError(
             f"{file.path} is one of {file.integer('split.count')} parts of a model: join them with "

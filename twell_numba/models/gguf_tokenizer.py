@@ -44,6 +44,8 @@ KEYS_OF_IDS = {
     "unk_token": "unknown",
     "pad_token": "padding",
 }
+# Longer tokens are not made by merges; sentencepiece makes none beyond 16 unless it is told to.
+LONGEST_MERGED = 256
 # What ends an answer where a file names another token, or none, as the end of a text.
 _ENDS_OF_ANSWERS = (
     "<|im_end|>",
@@ -188,6 +190,8 @@ def merges_of_scores(
     """
     merges = []
     for text, score in scores.items():
+        if len(text) > LONGEST_MERGED:
+            continue
         pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         known = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
         known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
@@ -234,7 +238,9 @@ def _settings(file: GGUFFile, tokens: _Tokens, adds_bos: bool | None) -> Tokeniz
         adds_bos=adds_bos,
         chat_template=file.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in file.metadata else None,
         named_tokens={
-            name: tokens.texts[token] for name, token in ids.items() if token is not None
+            name: tokens.texts[token]
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := ids[name]) is not None
         },
     )
 
