@@ -7,6 +7,9 @@
 ``models.checkpoint``       ``save_model``, ``load_model``, ``resolve_checkpoint``
 ``models.sparse_tensors``   how sparse feedforward weights stand in a file
 ``models.tokenizer``        ``ByteTokenizer``, ``BPETokenizer``, ``load_tokenizer``
+``models.chat_template``    ``render_chat``, ``encode_chat``: conversations by a model's template
+``models.gguf_reader``      ``read_gguf``
+``models.gguf_writer``      ``write_gguf``
 ``models.reading``          why a file cannot be read
 ==========================  ======================================================================
 
