@@ -89,7 +89,9 @@ def chat(
     device: str,
     dtype: str,
 ) -> None:
-    """Talk with the model in RUN: a run folder, a checkpoint or a GGUF file.
+    """Talk with the model in RUN.
+
+    RUN is a run folder, a checkpoint, a Hugging Face model's folder or a GGUF file.
 
     /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer. When the conversation grows
     longer than the model's context, its oldest messages are forgotten; a line says so. Where stdin
