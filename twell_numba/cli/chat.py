@@ -15,9 +15,10 @@ from twell_numba.cli.options import (
     dtype_option,
     ffn_path_option,
     float8_option,
+    sampling_options,
     seed_option,
 )
-from twell_numba.cli.text import note
+from twell_numba.cli.text import note, show_text
 from twell_numba.errors import TwellError
 
 if TYPE_CHECKING:
@@ -34,41 +35,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="The longest answer.",
 )
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.8,
-    show_default=True,
-    help="0 always takes the likeliest token; higher values vary more.",
-)
-@click.option(
-    "--top-k",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Choose among so many likeliest tokens; 0: among all.",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Choose among the likeliest tokens that together have this probability.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Choose among tokens of at least this fraction of the likeliest one's probability.",
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Above 1, tokens that have been used become less likely.",
-)
+@sampling_options
 @ffn_path_option
 @float8_option
 @seed_option(default=0, help="The same seed and messages give the same answers.")
@@ -139,7 +106,7 @@ def _answer_lines(conversation: "Conversation") -> None:
         if message == "/reset":
             conversation.reset()
         elif message:
-            conversation.ask(message, _show)
+            conversation.ask(message, show_text)
             click.echo()
 
 
@@ -153,7 +120,7 @@ def _talk(conversation: "Conversation") -> None:
             continue
         try:
             with _interrupts() as is_interrupted:
-                conversation.ask(message, _show, is_interrupted)
+                conversation.ask(message, show_text, is_interrupted)
             click.echo()
         except TwellError as error:
             note(f"Error: {error}")
@@ -203,10 +170,3 @@ class Interrupts:
         if self._has_come:
             raise KeyboardInterrupt
         self._has_come = True
-
-
-def _show(text: str) -> None:
-    from twell_numba.infer.text_stream import printable
-
-    # With color, click leaves a text as it is.
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)

@@ -14,8 +14,10 @@ from twell_numba.cli.options import (
     ffn_path_option,
     float8_option,
     json_option,
+    sampling_options,
     seed_option,
 )
+from twell_numba.cli.text import show_text
 from twell_numba.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,41 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--max-new-tokens", type=int, default=200, show_default=True, help="When to stop at the latest."
 )
-@click.option(
-    "--temperature",
-    type=float,
-    default=0.8,
-    show_default=True,
-    help="0 always takes the likeliest token; higher values vary more.",
-)
-@click.option(
-    "--top-k",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Choose among so many likeliest tokens; 0: among all.",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Choose among the likeliest tokens that together have this probability.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Choose among tokens with at least this fraction of the likeliest one's probability.",
-)
-@click.option(
-    "--repetition-penalty",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Above 1: tokens that have been in the text become less likely.",
-)
+@sampling_options
 @click.option(
     "--stop",
     multiple=True,
@@ -153,9 +121,9 @@ def generate(
             result["logprobs"] = [_written_out(own, tokenizer) for own in generation.token_logprobs]
         click.echo(json.dumps(result, indent=2))
         return
-    _show(prompt)
+    show_text(prompt)
     for piece in generation:
-        _show(piece)
+        show_text(piece)
     click.echo()
     if generation.reason == "context":
         click.echo(
@@ -172,13 +140,6 @@ def _written_out(logprob: "TokenLogprob", tokenizer: "TextTokenizer") -> dict[st
         return {"token": token, "text": text, "logprob": value if math.isfinite(value) else None}
 
     return entry(logprob.token, logprob.logprob) | {"top": [entry(*pair) for pair in logprob.top]}
-
-
-def _show(text: str) -> None:
-    from twell_numba.infer.text_stream import printable
-
-    # With color, click leaves a text as it is.
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
 
 
 def _read_prompt() -> str:

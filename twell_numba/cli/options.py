@@ -176,3 +176,49 @@ def dtype_of(name: str, device: str) -> Any:
 
         return ml_dtypes.bfloat16
     return name
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options by which the next token is chosen, in the order of the help."""
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+_SAMPLING = (
+    click.option(
+        "--temperature",
+        type=float,
+        default=0.8,
+        show_default=True,
+        help="0 always takes the likeliest token; higher values vary more.",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Choose among so many likeliest tokens; 0: among all.",
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Choose among the likeliest tokens that together have this probability.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Choose among tokens with at least this fraction of the likeliest one's probability.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Above 1: tokens that have been in the text become less likely.",
+    ),
+)

@@ -1,5 +1,6 @@
 """How results are written: aligned tables, byte counts, histograms."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -25,6 +26,14 @@ def note(line: str) -> None:
     """Print a line to stderr; where that is full or closed, only the exit code can speak."""
     with suppress(OSError, ValueError):
         click.echo(line, err=True)
+
+
+def show_text(text: str) -> None:
+    """Write a piece of a model's text to stdout: on a terminal with controls written out."""
+    from twell_numba.infer.text_stream import printable
+
+    # With color, click leaves a text as it is.
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
 
 
 def bytes_text(count: int) -> str:
