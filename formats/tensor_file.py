@@ -155,7 +155,7 @@ class TensorFile:
         # Through the library the file's memory would count as this process's beside the array's.
         with open(self._path, "rb") as file:
             file.seek(self._offsets[name])
-            if file.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+            if file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
                 raise WrongFileError(f"truncated while it was read, in array {name!r}")
         return array
 
