@@ -1,3 +1,4 @@
+import sys
 import time
 from typing import Any
 
@@ -98,6 +99,13 @@ def test_none_is_left_out() -> None:
 def test_without_a_template_is_one_line() -> None:
     with pytest.raises(TwellError, match="no chat template"):
         render_chat(ByteTokenizer(), CHAT)
+
+
+def test_without_jinja2_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "twell_numba.models.template_sandbox", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(TwellError, match=r"the package jinja2, .*twell_numba\[chat\]"):
+        render_chat(tokenizer_with(CHATML), CHAT)
 
 
 @pytest.mark.parametrize("messages", [[], ["hello"], [None]])

@@ -1,3 +1,4 @@
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,26 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", hf, tensors)
     with pytest.raises(TwellError, match=r"blk.1.ffn_up.weight of shape \(64, 160\)"):
         read_gguf(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q8_K", "Q8_1", "I8"])
+def test_types_that_cannot_be_unpacked_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    hf = {**configuration("qwen2"), **WIDE}
+    shapes = {name: value.shape for name, value in gguf_tensors(hf, random_tensors(hf)).items()}
+    stored = raw_tensors(gguf.GGMLQuantizationType[kind], shapes)
+    metadata = {**metadata_of(hf, "qwen2"), **byte_metadata()}
+    write_file(tmp_path / "model.gguf", "qwen2", metadata, stored, kind)
+    with pytest.raises(TwellError, match=f"type {kind} cannot be unpacked: fetch the model in"):
+        read_gguf(tmp_path / "model.gguf")
+
+
+def test_common_types_need_no_package_and_others_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = configuration("llama")
+    write_model(tmp_path / "common.gguf", hf, random_tensors(hf), "Q4_1")
+    write_model(tmp_path / "other.gguf", hf, random_tensors(hf), "Q5_1")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    read_gguf(tmp_path / "common.gguf")
+    with pytest.raises(TwellError, match=r"the package gguf, .*twell_numba\[gguf\]"):
+        read_gguf(tmp_path / "other.gguf")

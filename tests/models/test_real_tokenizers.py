@@ -2,6 +2,7 @@
 
 import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,16 @@ def test_transformers_opens_it_to_the_same_ids(kind: str, tmp_path: Path) -> Non
         assert theirs(text)["input_ids"] == ours.tolist()
     assert theirs.chat_template == tokenizer.chat_template
     assert theirs.eos_token_id == tokenizer.eos_tokens[0]
+
+
+def test_threads_with_and_without_control_tokens_do_not_mix() -> None:
+    ours, _ = pair("smollm")
+    text = "a<|im_end|>b" * 20
+    expected = {allowed: ours.encode(text, allow_special=allowed).tolist() for allowed in (0, 1)}
+
+    def encode(number: int) -> bool:
+        allowed = number % 2
+        return ours.encode(text, allow_special=bool(allowed)).tolist() == expected[allowed]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(encode, range(400)))
