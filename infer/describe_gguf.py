@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from twell_numba.models.config import ModelConfig
+from twell_numba.models.gguf_config import config_of
 from twell_numba.models.gguf_file import GGUFFile, open_gguf
 from twell_numba.models.gguf_names import stored_name
-from twell_numba.models.gguf_reader import config_of, read_tensor
+from twell_numba.models.gguf_tensors import read_tensor
 
 
 def describe_gguf(path: Path) -> dict[str, Any]:

@@ -199,8 +199,8 @@ def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
         If it is missing, is not JSON, or describes a model that is not supported.
     """
     if is_gguf(folder):
+        from twell_numba.models.gguf_config import config_of
         from twell_numba.models.gguf_file import open_gguf
-        from twell_numba.models.gguf_reader import config_of
 
         return config_of(open_gguf(folder))
     path = Path(folder, CONFIG_NAME)
