@@ -254,3 +254,23 @@ def test_common_types_need_no_package_and_others_name_it(
     read_gguf(tmp_path / "common.gguf")
     with pytest.raises(TwellError, match=r"the package gguf, .*twell_numba\[gguf\]"):
         read_gguf(tmp_path / "other.gguf")
+
+
+def test_any_damage_of_the_header_is_read_or_refused(tmp_path: Path) -> None:
+    hf = {**configuration("llama"), "num_hidden_layers": 1}
+    path = tmp_path / "model.gguf"
+    write_model(path, hf, random_tensors(hf))
+    content = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        for place in rng.integers(4, 6000, rng.integers(1, 4)):
+            damaged[place] = rng.choice([0, 1, 0x7F, 0xFF, rng.integers(256)])
+        path.write_bytes(damaged)
+        try:
+            read_gguf(path)
+        except TwellError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            refused += 1
+    assert 50 < refused < 300

@@ -100,6 +100,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> ByteTokenizer | BPETokenizer:
         if str(error).startswith(str(file.path)):
             raise
         raise TwellError(f"{file.path}: {error}") from error
+    except Exception as error:  # the library raises nothing more special
+        reason = " ".join(str(error).split())
+        raise TwellError(
+            f"{file.path} has a tokenizer that makes no sense: {reason}; fetch it again"
+        ) from error
 
 
 def _tokens(file: GGUFFile) -> _Tokens:
@@ -226,7 +231,8 @@ def _settings(file: GGUFFile, tokens: _Tokens, adds_bos: bool | None) -> Tokeniz
     }
     ends = [ids["eos_token"], ids["eot_token"], ids["eom_token"]]
     if EOS_TOKENS in file.metadata:
-        ends = file.numbers(EOS_TOKENS).tolist()
+        numbers = file.numbers(EOS_TOKENS)
+        ends = [int(token) for token in numbers if token in range(len(tokens.texts))]
     else:
         known = [tokens.ids.get(text) for text in _ENDS_OF_ANSWERS]
         ends += [token for token in known if token is not None and tokens.types[token] == CONTROL]

@@ -6,7 +6,8 @@ Decoding gives bytes, not text, because a token may hold a part of a character;
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import tokenizers
 
 from twell_numba.errors import TwellError
 from twell_numba.models.bpe_tokenizer import FILE_NAME, BPETokenizer, valid_unicode
+from twell_numba.models.config import shown
 from twell_numba.models.reading import is_file, is_gguf, unreadable
 from twell_numba.models.token_bytes import byte_alphabet
 from twell_numba.models.tokenizer_settings import TokenizerSettings, read_settings
@@ -179,21 +181,33 @@ def tokenizer_from_json(
     TwellError
         If it cannot be read, or is of a kind that is not supported.
     """
-    try:
-        is_bytes = _is_byte_vocabulary(json.loads(text))
+    with _errors_of_the_library(source):
+        content = json.loads(text)
+        _refuse_word_parts(content)
+        is_bytes = _is_byte_vocabulary(content)
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more special
+    settings = settings_of(tokenizer)
+    if is_bytes:
+        return ByteTokenizer(settings.chat_template)
+    with _errors_of_the_library(source):
+        return BPETokenizer(tokenizer, settings)
+
+
+@contextmanager
+def _errors_of_the_library(source: str) -> Iterator[None]:
+    """Say in one line what a tokenizer cannot be read for."""
+    try:
+        yield
+    except TwellError as error:
+        raise TwellError(f"{source}: {error}") from None
+    except BaseException as error:
+        # The library raises nothing more special; what it panics of is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())
         raise TwellError(
             f"{source} cannot be read as a tokenizer: {reason}; fetch or save it again"
         ) from error
-    settings = settings_of(tokenizer)
-    if is_bytes:
-        return ByteTokenizer(settings.chat_template)
-    try:
-        return BPETokenizer(tokenizer, settings)
-    except TwellError as error:
-        raise TwellError(f"{source}: {error}") from None
 
 
 def _settings_beside(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenizerSettings:
@@ -202,6 +216,15 @@ def _settings_beside(folder: Path, tokenizer: tokenizers.Tokenizer) -> Tokenizer
         token_id=tokenizer.token_to_id,
         known=lambda token: 0 <= token < 1 << 32 and tokenizer.id_to_token(token) is not None,
     )
+
+
+def _refuse_word_parts(content: object) -> None:
+    """Refuse vocabularies that mark parts of words, on which the library may abort."""
+    match content:
+        case {"model": dict(model)}:
+            for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+                if model.get(key):
+                    raise ValueError(f"{key} {shown(model[key])} is not supported")
 
 
 def _is_byte_vocabulary(content: object) -> bool:
