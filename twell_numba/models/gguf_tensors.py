@@ -11,7 +11,7 @@ from twell_numba.models.reading import unreadable
 # Bytes of packed rows that are read and unpacked at a time: they stay in the cache.
 BAND_NBYTES = 1 << 18
 # Fewest numbers worth a thread of their own.
-GRAIN = 500_000
+GRAIN = 100_000
 
 
 def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
