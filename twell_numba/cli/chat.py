@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from twell_numba.cli.loading import load_noting
 from twell_numba.cli.options import (
     device_option,
-    dtype_of,
     dtype_option,
     ffn_path_option,
     float8_option,
@@ -72,7 +72,6 @@ def chat(
     from twell_numba.infer.chat import NO_TEMPLATE, Conversation
     from twell_numba.infer.engine import Engine
     from twell_numba.infer.request import GenerationSettings
-    from twell_numba.models.checkpoint import load_model
 
     settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
@@ -84,8 +83,8 @@ def chat(
         seed=seed,
     )
     settings.validate()
-    model, tokenizer = load_model(
-        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    model, tokenizer = load_noting(
+        run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
     )
     if tokenizer.chat_template is None:
         note(NO_TEMPLATE)

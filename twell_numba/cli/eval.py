@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from twell_numba.cli.loading import load_noting
 from twell_numba.cli.options import (
     device_option,
-    dtype_of,
     dtype_option,
     ffn_path_option,
     float8_option,
@@ -94,16 +94,12 @@ def evaluate(
         _require_used("--data", data is not None, {"--windows": windows, "--context": context})
     from twell_numba.infer.evaluate import require_finite_weights
     from twell_numba.infer.questions import read_questions
-    from twell_numba.infer.silu_note import silu_note
-    from twell_numba.models.checkpoint import load_model
 
     questions = [read_questions(path, limit) for path in tasks]
-    model, tokenizer = load_model(
-        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    model, tokenizer = load_noting(
+        run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
     )
     require_finite_weights(model)
-    if line := silu_note(model.config, run):
-        note(line)
     result: dict[str, Any] = {}
     with warnings.catch_warnings():
         # What NumPy would warn of shows in the loss.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twell_numba.cli.loading import load_noting
 from twell_numba.cli.options import (
     device_option,
-    dtype_of,
     dtype_option,
     ffn_path_option,
     float8_option,
@@ -86,12 +86,11 @@ def generate(
     if prompt == "-":
         prompt = _read_prompt()
     from twell_numba.infer.generate import generate as generate_text
-    from twell_numba.models.checkpoint import load_model
     from twell_numba.models.tokenizer import valid_unicode
 
     prompt = valid_unicode(prompt)
-    model, tokenizer = load_model(
-        run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+    model, tokenizer = load_noting(
+        run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
     )
     generation = generate_text(
         model,

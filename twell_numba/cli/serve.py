@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
+from twell_numba.cli.loading import load_noting
 from twell_numba.cli.options import (
     device_option,
-    dtype_of,
     dtype_option,
     ffn_path_option,
     float8_option,
@@ -126,14 +126,13 @@ def serve(
     from twell_numba.infer.server import run as server
     from twell_numba.infer.server.app import Limits
     from twell_numba.infer.server.service import Service, warm_up
-    from twell_numba.models.checkpoint import load_model
 
     # Bound before the model is read: a port in use is told at once.
     with server.bind(host, port) as bound:
         if api_key is None and not server.is_loopback(bound):
             note(f"Warning: whoever reaches {host} can use this server; --api-key asks for a key.")
-        model, tokenizer = load_model(
-            run, dtype_of(dtype, device), ffn_path, device=device, float8=float8
+        model, tokenizer = load_noting(
+            run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
         )
         if tokenizer.chat_template is None:
             note(NO_TEMPLATE)
