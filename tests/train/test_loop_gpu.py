@@ -15,6 +15,7 @@ from twell_numba.train.config import from_settings, with_overrides
 from twell_numba.train.loop import load_corpus, train
 from twell_numba.train.report import Reporter
 from twell_numba.train.run_folder import RunFolder
+from twell_numba.train.sparsify import sparsify_settings
 
 SMALL = {
     "steps": 4,
@@ -99,3 +100,19 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(config, gpu_of, tmp_
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         np.testing.assert_array_equal(parts[name], tensor, err_msg=str(name))
+
+
+def test_a_model_is_made_sparse_as_on_the_cpu(config, gpu_of, tmp_path):
+    silu = with_overrides(config, ["activation=silu", "sample_interval=0", "eval_interval=0"])
+    quiet(silu, tmp_path / "silu", "cpu")
+    overrides = [f'data="{config.data}"', "steps=2", "batch_size=1", "eval_batches=2"]
+    overrides += ["eval_interval=0", "learning_rate=1e-2", "ffn_path=dense"]
+    sparse = sparsify_settings(tmp_path / "silu", overrides)
+    on_cpu = quiet(sparse, tmp_path / "on cpu", "cpu")
+    on_gpu = quiet(sparse, tmp_path / "on gpu")
+    assert on_gpu["device"] == "cuda:0"
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], rel=1e-4)
+    for name in ("source", "switched"):
+        expected, actual = (each["before"][name] for each in (on_cpu, on_gpu))
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert actual["nonzeros_per_token"] == expected["nonzeros_per_token"]
