@@ -10,4 +10,6 @@ def possible_paths(model: Transformer) -> tuple[str, ...]:
     """
     if model.ffn_path != "auto" or model.weight_format != "dense":
         return (model.ffn_path,)
-    return ("dense",) if model.config.activation == "silu" else ("twell", "dense")
+    activation, on_gpu = model.config.activation, model.stream is not None
+    has_twell = activation == "relu" or (activation == "relu2" and not on_gpu)
+    return ("twell", "dense") if has_twell else ("dense",)

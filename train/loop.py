@@ -422,6 +422,10 @@ class _Run:
 def _open_gpu(device: str, config: TrainConfig) -> Any:
     from twell_numba.device.gpu import choose, determinism
 
+    if config.activation == "relu2" and config.ffn_path == "twell":
+        raise UsageError(
+            "ffn_path=twell given with activation=relu2 on a GPU, auto or dense wanted, or the CPU"
+        )
     gpu = choose(device)
     compute_dtype(config, gpu)
     determinism.require(config.deterministic)

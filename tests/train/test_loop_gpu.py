@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import twell_numba.device.gpu
+from twell_numba.errors import UsageError
 from twell_numba.formats.tensor_file import read_tensors
 from twell_numba.infer.evaluate import evaluate
 from twell_numba.infer.generate import generate
@@ -116,3 +117,16 @@ def test_a_model_is_made_sparse_as_on_the_cpu(config, gpu_of, tmp_path):
         expected, actual = (each["before"][name] for each in (on_cpu, on_gpu))
         assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert actual["nonzeros_per_token"] == expected["nonzeros_per_token"]
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_auto_takes_what_there_is_for_an_activation(config, gpu_of, tmp_path, activation):
+    overrides = [f"activation={activation}", "ffn_path=auto", "sample_interval=0", "steps=1"]
+    summary = quiet(with_overrides(config, overrides), tmp_path / "run")
+    assert np.isfinite(summary["loss"])
+
+
+def test_a_path_that_there_is_on_the_cpu_alone_is_refused(config, gpu_of, tmp_path):
+    config = with_overrides(config, ["activation=relu2", "ffn_path=twell"])
+    with pytest.raises(UsageError, match="ffn_path=twell given with activation=relu2 on a GPU"):
+        quiet(config, tmp_path / "run")

@@ -233,6 +233,13 @@ def test_settings_of_another_model_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_squared_relu(source: Path, text: Path, tmp_path: Path) -> None:
+    config = settings(source, text, "activation=relu2", "steps=3")
+    summary = train(config, tmp_path / "run", report=Reporter())
+    assert summary["ffn_activation_sparsity"] > 0.2
+    assert load_model(tmp_path / "run")[0].config.activation == "relu2"
+
+
 def test_weight_sparse_models_are_refused(source: Path, text: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(source)
     pruned = Transformer(
