@@ -1,6 +1,7 @@
 """Scores of choices against each choice alone, computed in float64 by the definition."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,3 +235,13 @@ def test_a_score_that_is_not_finite_is_refused(byte_model: Transformer) -> None:
 def test_no_question_is_refused(byte_model: Transformer) -> None:
     with pytest.raises(ValueError, match="no question"):
         answer_questions(byte_model, ByteTokenizer(), [])
+
+
+def test_a_gpu_gives_the_same_scores(byte_model: Transformer, machine: Any) -> None:
+    asked = encoded(
+        [question("a context of more than a page", " y", " no"), question("x", "a", "b")]
+    )
+    expected = score_choices(byte_model, asked)
+    byte_model.move_to_gpu(machine.gpu.stream, np.float32)
+    for one, other in zip(score_choices(byte_model, asked), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4)
