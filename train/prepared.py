@@ -26,7 +26,8 @@ import numpy as np
 
 from twell_numba.atomic import write_file_atomically
 from twell_numba.errors import TwellError
-from twell_numba.models.reading import exists, is_file, is_gguf, unreadable
+from twell_numba.models.checkpoint import resolve_checkpoint
+from twell_numba.models.reading import exists, is_file, unreadable
 from twell_numba.models.tokenizer import TextTokenizer, load_tokenizer
 from twell_numba.train.config import require_bpe_vocab_size
 from twell_numba.train.corpus import TokenCorpus, load_text, source_path, token_dtype, tokenize
@@ -86,7 +87,7 @@ def prepare(
         raise TwellError(f"{path} exists already; delete it or name another file")
     if tokenizer == "bpe":
         require_bpe_vocab_size(bpe_vocab_size)
-    chosen = None if model is None else _tokenizer_of(model)
+    chosen = None if model is None else load_tokenizer(resolve_checkpoint(model))
     text = load_text(source)
     corpus = tokenize(text, chosen or make_tokenizer(tokenizer, text, bpe_vocab_size))
     write_prepared(path, corpus)
@@ -267,13 +268,6 @@ def require_same_tokenizer(data: str, corpus: TokenCorpus, tokenizer: TextTokeni
 def same_tokenizer(first: TextTokenizer, second: TextTokenizer) -> bool:
     """Say whether two tokenizers give the same ids, as their ``tokenizer.json`` is the same."""
     return _tokenizer_json(first) == _tokenizer_json(second)
-
-
-def _tokenizer_of(model: str | os.PathLike[str]) -> TextTokenizer:
-    from twell_numba.models.checkpoint import load_model, resolve_checkpoint
-
-    folder = resolve_checkpoint(model)
-    return load_model(folder)[1] if is_gguf(folder) else load_tokenizer(folder)
 
 
 def _tokenizer_json(tokenizer: TextTokenizer) -> str:

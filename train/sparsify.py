@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,7 +17,6 @@ from twell_numba.errors import TwellError, UsageError
 from twell_numba.infer.evaluate import Evaluation, evaluate, require_finite_weights
 from twell_numba.models.checkpoint import load_config, load_model, resolve_checkpoint
 from twell_numba.models.config import ModelConfig
-from twell_numba.models.reading import is_gguf
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig, parse_override, resolve
@@ -63,7 +61,7 @@ def sparsify_settings(model: str | os.PathLike[str], overrides: Iterable[str]) -
         if key in _FIXED_SETTINGS:
             raise UsageError(f"{key} given, which the model to make sparse decides; leave it out")
     path = resolve_checkpoint(model)
-    config = _config_of(path)
+    config = load_config(path)
     settings = {name: getattr(config, name) for name in MODEL_SETTINGS}
     settings["initial_model"] = str(path.absolute())
     if "context_length" not in keys:
@@ -106,10 +104,6 @@ def evaluate_initial_model(
     """
     model, tokenizer = load_model(config.initial_model, dtype, device=device)
     return evaluate(model, windows, tokenizer, config.batch_size)
-
-
-def _config_of(path: Path) -> ModelConfig:
-    return load_model(path)[0].config if is_gguf(path) else load_config(path)
 
 
 def _require_settings(config: TrainConfig, model: ModelConfig) -> None:
