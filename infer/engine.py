@@ -238,10 +238,12 @@ class Engine:
 
     def _finish_without_work(self) -> None:
         """End requests that are cancelled, or want no token."""
+        ended = [own.sequence for own in self._running if _needs_no_work(own.request)]
         with self._lock:
-            ended = [own for own in self._waiting if _needs_no_work(own.request)]
-            self._waiting = deque(own for own in self._waiting if not _needs_no_work(own.request))
-        ended += [own.sequence for own in self._running if _needs_no_work(own.request)]
+            # Each is looked at once: it may be cancelled at any moment.
+            waiting = [(own, _needs_no_work(own.request)) for own in self._waiting]
+            ended += [own for own, is_over in waiting if is_over]
+            self._waiting = deque(own for own, is_over in waiting if not is_over)
         for sequence in ended:
             sequence.finish("cancelled" if sequence.request.is_cancelled else "length")
         self._release_finished()
@@ -251,6 +253,8 @@ class Engine:
         with self._lock:
             while self._waiting and len(self._running) < self.max_sequences:
                 request = self._waiting[0].request
+                if _needs_no_work(request):
+                    return  # it came, or was cancelled, just now: the next step ends it
                 # The last token is not fed back, so it needs no place.
                 tokens = len(request.prompt_tokens) + request.settings.max_new_tokens - 1
                 table = self._cache.take(tokens)

@@ -233,6 +233,47 @@ def test_cancelling_a_running_and_a_waiting_request(byte_model: Transformer) -> 
     assert other.finish_reason == "length"
 
 
+def test_a_request_cancelled_while_the_queue_is_looked_through_is_not_lost(
+    byte_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(byte_model, max_sequences=1)
+    pieces: list[Piece] = []
+    engine.submit(encoded("abc"), GREEDY)
+    waiting = engine.submit(encoded("abc"), GREEDY, pieces.append)
+
+    def looked_at(request: Request) -> bool:
+        answer = original(request)
+        if request is waiting:
+            engine.cancel(request)  # as another thread may at any moment
+        return answer
+
+    original = engine_module._needs_no_work
+    monkeypatch.setattr(engine_module, "_needs_no_work", looked_at)
+    engine.run()
+    assert [piece.finish_reason for piece in pieces] == ["cancelled"]
+    assert engine.waiting == 0
+
+
+def test_a_request_for_nothing_that_comes_in_the_middle_of_a_step(
+    byte_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(byte_model)
+    late: list[Request] = []
+
+    def submit_and_admit() -> None:
+        if not late:
+            settings = replace(GREEDY, max_new_tokens=0)
+            late.append(engine.submit(encoded("x" * 17), settings))  # one more than a page
+        admit()
+
+    admit = engine._admit
+    monkeypatch.setattr(engine, "_admit", submit_and_admit)
+    request = engine.submit(encoded("abc"), GREEDY)
+    engine.run()
+    assert (late[0].tokens, late[0].finish_reason) == ([], "length")
+    assert request.tokens == alone(byte_model, "abc", GREEDY)
+
+
 def test_cancelling_from_a_callback_and_submitting_from_one(byte_model: Transformer) -> None:
     engine = make(byte_model)
     more: list[Request] = []
