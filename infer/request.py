@@ -9,6 +9,9 @@ import numpy as np
 from twell_numba.errors import UsageError
 
 MOST_LOGPROBS = 100
+LARGEST_TOP_K = 2**31 - 1
+# Within these no penalty makes a finite logit infinite.
+LEAST_PENALTY, LARGEST_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,25 @@ class GenerationSettings:
         ------
         UsageError
             One line naming the setting, the value given and the value wanted.
+        TypeError
+            If ``stop`` is one text: its characters would be taken for stop texts.
         """
-        for name in ("max_new_tokens", "top_k", "seed"):
+        if isinstance(self.stop, str):
+            raise TypeError(f"stop {self.stop!r} given, a tuple of texts wanted")
+        for name in ("max_new_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise _unfit(self, name, "at least 0 wanted")
+        if not 0 <= self.top_k <= LARGEST_TOP_K:
+            raise _unfit(self, "top_k", f"0 to {LARGEST_TOP_K} wanted (0 keeps every token)")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise _unfit(self, "temperature", "a finite number of at least 0 wanted")
         if not 0 < self.top_p <= 1:
             raise _unfit(self, "top_p", "above 0 and at most 1 wanted (1 keeps every token)")
         if not 0 <= self.min_p <= 1:
             raise _unfit(self, "min_p", "0 to 1 wanted (0 keeps every token)")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise _unfit(self, "repetition_penalty", "a finite number above 0 wanted (1 is none)")
+        if not LEAST_PENALTY <= self.repetition_penalty <= LARGEST_PENALTY:
+            wanted = f"{LEAST_PENALTY:g} to {LARGEST_PENALTY:g} wanted (1 changes nothing)"
+            raise _unfit(self, "repetition_penalty", wanted)
         if not all(self.stop):
             raise UsageError("an empty stop text given, at least one character wanted")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:

@@ -24,6 +24,7 @@ from twell_numba.infer.server.service import EngineCalls, Service
 from twell_numba.infer.server.worker import EngineWorker, Job, merge
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Call)
 Events = Callable[[list[bytes]], Awaitable[None]]
 
 # How long a client that reads nothing more is waited for after its time is over.
@@ -96,23 +97,11 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         """Go on from prompts."""
-
-        def prepare(content: dict[str, Any]) -> tuple[Call, EngineCalls, Answer]:
-            call = parse_completion(content)
-            self._service.check_model(call.model)
-            return call, *self._service.prepare_completion(call)
-
-        return await self._answer(request, prepare)
+        return await self._answer(request, parse_completion, self._service.prepare_completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer the last of some messages."""
-
-        def prepare(content: dict[str, Any]) -> tuple[Call, EngineCalls, Answer]:
-            call = parse_chat(content)
-            self._service.check_model(call.model)
-            return call, *self._service.prepare_chat(call)
-
-        return await self._answer(request, prepare)
+        return await self._answer(request, parse_chat, self._service.prepare_chat)
 
     async def models(self, request: Request) -> Response:
         """List the model."""
@@ -145,14 +134,22 @@ class Endpoints:
     async def _answer(
         self,
         request: Request,
-        prepare: Callable[[dict[str, Any]], tuple[Call, EngineCalls, Answer]],
+        parse: Callable[[dict[str, Any]], C],
+        prepare: Callable[[C], tuple[EngineCalls, Answer]],
     ) -> Response:
+        def prepared(content: dict[str, Any]) -> tuple[C, EngineCalls, Answer]:
+            call = parse(content)
+            self._service.check_model(call.model)
+            # A small body can ask for so many that to prepare them takes all memory.
+            self._worker.require_possible(call.text_count)
+            return call, *prepare(call)
+
         deadline = asyncio.get_running_loop().time() + self._limits.seconds
         try:
             async with asyncio.timeout_at(deadline):
                 content = parse_json_object(await read_body(request, self._limits.request_bytes))
                 # Long prompts take a while to become tokens; other clients are served meanwhile.
-                call, engine_calls, answer = await run_in_threadpool(prepare, content)
+                call, engine_calls, answer = await run_in_threadpool(prepared, content)
                 job = self._worker.submit(engine_calls)
                 if call.stream:
                     return EventStream(self._worker, job, answer, call, self._limits, deadline)

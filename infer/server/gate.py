@@ -68,7 +68,8 @@ class Gate:
             await _send_error(error, counting_send)
         except Exception:
             # A fault of this program. The client is told no more than that.
-            _log.exception("%s %s failed", scope["method"], scope["path"])
+            # A path may hold line breaks.
+            _log.exception("%s %r failed", scope["method"], scope["path"])
             if status == CLIENT_GONE:
                 await _send_error(ApiError(500, "the server has a fault"), counting_send)
         finally:

@@ -8,7 +8,12 @@ refused with their name, and so are unknown ones.
 from dataclasses import dataclass
 from typing import Any
 
-from twell_numba.infer.request import GenerationSettings
+from twell_numba.infer.request import (
+    LARGEST_PENALTY,
+    LARGEST_TOP_K,
+    LEAST_PENALTY,
+    GenerationSettings,
+)
 from twell_numba.infer.server.errors import invalid
 from twell_numba.infer.server.fields import Fields, shown
 
@@ -86,6 +91,11 @@ class Call:
     stream: bool
     include_usage: bool
 
+    @property
+    def text_count(self) -> int:
+        """How many texts are wanted in all."""
+        return self.n
+
 
 @dataclass(frozen=True)
 class CompletionCall(Call):
@@ -101,6 +111,11 @@ class CompletionCall(Call):
 
     prompts: tuple[Prompt, ...]
     echo: bool
+
+    @property
+    def text_count(self) -> int:
+        """How many texts are wanted in all."""
+        return self.n * len(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -169,10 +184,10 @@ def _take_shared(
     include_usage = _take_stream_options(fields, stream)
     settings = GenerationSettings(
         temperature=fields.number("temperature", 1.0, 0, 2),
-        top_k=fields.whole("top_k", 0, LARGEST_TOKEN_COUNT) or 0,
+        top_k=fields.whole("top_k", 0, LARGEST_TOP_K) or 0,
         top_p=fields.number("top_p", 1.0, 0, 1, above_low=True),
         min_p=fields.number("min_p", 0.0, 0, 1),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0, 100, above_low=True),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, LEAST_PENALTY, LARGEST_PENALTY),
         stop=_take_stop(fields),
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,

@@ -96,6 +96,8 @@ class Service:
 
     def _prompt_tokens(self, prompt: Prompt) -> np.ndarray:
         tokenizer = self.engine.tokenizer
+        if not prompt:
+            raise invalid("an empty prompt given, at least one character wanted", "prompt")
         if isinstance(prompt, str):
             return tokenizer.encode(prompt, add_special_tokens=True)
         if max(prompt) >= tokenizer.vocab_size:

@@ -152,6 +152,12 @@ class EngineWorker:
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
+    def require_possible(self, count: int) -> None:
+        """Raise ApiError 400 if so many requests can never be here at once."""
+        if count > self._most_requests:
+            most = self._most_requests
+            raise invalid(f"a call for {count} texts given, at most {most} wanted", "n")
+
     def submit(self, prompts: Sequence[tuple[np.ndarray, GenerationSettings]]) -> Job:
         """Take the requests of a call: all, or none of them.
 
@@ -162,9 +168,7 @@ class EngineWorker:
         """
         if not self.is_alive:
             raise ApiError(503, "the server is ending")
-        if len(prompts) > self._most_requests:
-            most = self._most_requests
-            raise invalid(f"a call for {len(prompts)} texts given, at most {most} wanted", "n")
+        self.require_possible(len(prompts))
         if len(self._live) + len(prompts) > self._most_requests:
             raise ApiError(
                 429,

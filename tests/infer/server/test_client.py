@@ -347,19 +347,40 @@ def test_metrics_are_prometheus_text_and_count(client: openai.OpenAI, server: An
         b'{"prompt": ""}',
         b'{"prompt": [256]}',
         b'{"prompt": "a", "max_tokens": 40000}',
-        b'{"prompt": "a", "n": 128, "max_tokens": 1}',
+        b'{"prompt": "a", "n": 129, "max_tokens": 1}',
         json.dumps({"prompt": "a" * 40_000}).encode(),
         json.dumps({"prompt": ["a"] * 1000}).encode(),
         json.dumps({"prompt": "a", "stop": "\ud800" * 2000}).encode(),
     ],
 )
 def test_a_wrong_body_is_one_clear_error(server: Any, body: bytes) -> None:
-    if b'"n": 128' in body:
-        body = body.replace(b"128", b"129")
     answer = server.request("/v1/completions", body)
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"
     assert len(answer.error["message"]) < 250
+
+
+def test_an_empty_prompt_is_named(server: Any) -> None:
+    for prompt in ("", ["a", ""]):
+        error = server.request("/v1/completions", {"prompt": prompt}).error
+        assert "an empty prompt given" in error["message"]
+        assert (error["param"], error["code"]) == ("prompt", None)
+
+
+def test_a_small_body_that_asks_for_millions_of_texts_costs_nothing(server: Any) -> None:
+    def resident() -> int:
+        # The most that the process has ever held, on Linux.
+        status = Path(f"/proc/{server.process.pid}/status")
+        if not status.exists():
+            return 0
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0])
+
+    before = resident()
+    body = json.dumps({"prompt": ["a"] * 100_000, "n": 128}).encode()
+    answer = server.request("/v1/completions", body)
+    assert answer.status == 400
+    assert "a call for 12800000 texts given, at most 128 wanted" in answer.error["message"]
+    assert resident() - before < 200_000
 
 
 def test_the_client_library_raises_what_the_status_says(client: openai.OpenAI) -> None:

@@ -110,6 +110,14 @@ def test_requests_are_counted_by_endpoint_and_status(caplog: pytest.LogCaptureFi
     ]
 
 
+def test_a_path_cannot_write_lines_of_its_own_into_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask(Gate(broken, counter()), "/x\nINFO all is well")
+    assert "INFO all is well" in caplog.text
+    assert "\nINFO" not in caplog.text
+
+
 def test_a_fault_is_told_to_the_operator_and_not_to_the_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
