@@ -424,8 +424,9 @@ def _words(pointer: Pointer, index: Any) -> tuple[Any, ...]:
     return tuple(numbers.view(np.uint32))
 
 
-def _numbers_of(pointer: Pointer, words: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(np.array(words, np.uint32).view(pointer.dtype).astype(np.float32))
+def _numbers_of(pointer: Pointer, words: Any) -> tuple[Any, ...]:
+    words = np.array([int(word) & 0xFFFFFFFF for word in words], np.uint32)
+    return tuple(words.view(pointer.dtype).astype(np.float32))
 
 
 def _store_words(pointer: Pointer, index: Any, words: tuple[Any, ...]) -> None:

@@ -151,8 +151,9 @@ class HopperBlock:
                     yield first + lane, [None]
         for first in range(0, self.threads, 128):
             group = self.requests[first : first + 128]
-            if {request and request[0] for request in group} == {"product"}:
-                _multiply(self, [request[1:] for request in group])
+            kinds = {request and request[0] for request in group}
+            if len(kinds) == 1 and kinds <= set(_PRODUCTS):
+                _multiply(self, kinds.pop(), [request[1:] for request in group])
                 yield first, [None] * 128
 
     def barrier(self, address: Any) -> Barrier:
@@ -228,28 +229,50 @@ def _operand(block: HopperBlock, descriptor: Any, rows: int) -> np.ndarray:
     assert word >> 62 == 1, "another swizzle"
     row = np.arange(rows)[:, None]
     addresses = start + row // 8 * stride + row % 8 * 128 + np.arange(hopper.INNER) * 2
-    addresses = _swizzled(addresses)
+    return _numbers_at(block, _swizzled(addresses))
+
+
+def _numbers_at(block: HopperBlock, addresses: np.ndarray) -> np.ndarray:
     block.place(addresses.min(), 2, 2)
     block.place(addresses.max(), 2, 2)
     pairs = block.bytes[(addresses - BASE)[..., None] + np.arange(2)]
     return pairs.view(np.uint16)[..., 0].view(BFLOAT16).astype(np.float32)
 
 
-def _multiply(block: HopperBlock, requests: list[Any]) -> None:
-    """Do what a warpgroup's threads together do in ``hopper.begin_product``."""
+def _operand_by_rows(block: HopperBlock, descriptor: Any, columns: int) -> np.ndarray:
+    """Return the ``columns`` x INNER numbers of an operand whose rows are INNER."""
+    word = int(descriptor) & (1 << 64) - 1
+    start, part, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    assert word >> 62 == 1, "another swizzle"
+    row, column = np.arange(hopper.INNER), np.arange(columns)[:, None]
+    addresses = start + column // 64 * part + column % 64 * 2 + row // 8 * stride + row % 8 * 128
+    return _numbers_at(block, _swizzled(addresses))
+
+
+def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
+    """Do what a warpgroup's threads together do in ``hopper.begin_product`` and the like."""
     given = {tuple(map(int, request[1:])) for request in requests}
     assert len(given) == 1, "a warpgroup at two products"
     left, right, keep = given.pop()
+    columns, read = _PRODUCTS[kind]
     product = (
         _operand(block, left, hopper.ROWS).astype(np.float64)
-        @ _operand(block, right, hopper.COLUMNS).astype(np.float64).T
+        @ read(block, right, columns).astype(np.float64).T
     )
     # by warp, half, lane // 4, j, lane % 4 and i
-    parts = product.reshape(4, 2, 8, hopper.COLUMNS // 8, 4, 2)
+    parts = product.reshape(4, 2, 8, columns // 8, 4, 2)
     for thread, (sums, *_) in enumerate(requests):
         part = parts[thread // 32, :, thread % 32 // 4, :, thread % 4]  # half, j, i
         part = part.transpose(1, 0, 2).ravel()
+        sums = sums[: part.size]
         sums[:] = sums + part if keep else part
+
+
+_PRODUCTS = {
+    "begin_product": (hopper.COLUMNS, _operand),
+    "begin_narrow_product": (hopper.COLUMNS // 2, _operand),
+    "begin_product_by_rows": (hopper.COLUMNS, _operand_by_rows),
+}
 
 
 def _write_tensor_map(memory: Any, index: Any, words: tuple[int, ...]) -> int:
@@ -298,8 +321,16 @@ class _Shared:
         return _SharedWords(emulator._Cuda.block.bytes)
 
 
+class _Local:
+    @staticmethod
+    def array(size: int, dtype: Any) -> Any:
+        if dtype is np.int64:  # may be addresses
+            return [None] * size
+        return np.full(size, -1, np.int32 if dtype is _int32 else dtype)
+
+
 class _Cuda(emulator._Cuda):  # type: ignore[name-defined, misc]
-    shared = _Shared
+    shared, local = _Shared, _Local
 
 
 def _positive_word(low: Any, high: Any) -> Any:
@@ -318,6 +349,37 @@ def _store_low_half(pointer: Any, index: Any, word: Any) -> None:
     pointer._items[pointer.check(index)] = half.view(pointer.dtype)[0]
 
 
+class Address:
+    """Where a number is in memory: what it is an index of, and that."""
+
+    def __init__(self, pointer: Any, index: int) -> None:
+        self.pointer, self.index = pointer, index
+
+    def __add__(self, nbytes: int) -> "Address":
+        return Address(self.pointer, self.index + int(nbytes) // self.pointer.dtype.itemsize)
+
+
+def _copy_sixteen_bytes(target: Any, address: Address, row: Any, rows: Any) -> None:
+    _words(target, 4)[:] = 0
+    if row < rows:
+        pointer, index = address.pointer, address.index
+        assert index % 8 == 0, "words that are not aligned"
+        first, last = pointer.check(index), pointer.check(index + 7)
+        _words(target, 4)[:] = pointer._items[first : last + 1].view(np.int32)
+
+
+def _word_of_two(low: Any, high: Any) -> int:
+    return int(np.array([low, high], np.float32).astype(BFLOAT16).view(np.int32)[0])
+
+
+def _number_of_half(word: Any) -> Any:
+    return np.array([int(word) & 0xFFFF], np.uint16).view(BFLOAT16).astype(np.float32)[0]
+
+
+def _store_shared_word(address: Any, word: Any) -> None:
+    _words(address, 1)[0] = word
+
+
 def _words(address: Any, count: int) -> np.ndarray:
     block = emulator._Cuda.block
     place = block.place(address, 4 * count, 4 * count)
@@ -330,7 +392,7 @@ def _store_two_shared_words(address: Any, first: Any, second: Any) -> None:
 
 _NOTHING = (
     *("wait_for_older_products", "wait_for_sums", "publish_barriers"),
-    *("give_registers_away", "take_registers"),
+    *("give_registers_away", "take_registers", "show_to_tensor_cores"),
 )
 _EMULATED = {
     **emulator._EMULATED,
@@ -341,6 +403,14 @@ _EMULATED = {
     "shared_address": lambda array: BASE,
     "make_barrier": _make_barrier,
     "arrive": lambda barrier: emulator._Cuda.block.barrier(barrier).arrive(),
+    "arrive_when_copied": lambda barrier: emulator._Cuda.block.barrier(barrier).arrive(),
+    "address_of": lambda pointer, index: Address(pointer, int(index)),
+    "copy_sixteen_bytes": _copy_sixteen_bytes,
+    "row_address": lambda address, row, row_bytes: address + int(row) * int(row_bytes),
+    "load_four_integers": lambda pointer, index: tuple(pointer.read(index + i) for i in range(4)),
+    "word_of_two": _word_of_two,
+    "number_of_half": _number_of_half,
+    "store_shared_word": _store_shared_word,
     "arrive_in_block": _arrive_in_block,
     "arrive_and_expect": _arrive_and_expect,
     "write_tensor_map": _write_tensor_map,
@@ -380,8 +450,8 @@ class _Meetings(ast.NodeTransformer):
             request = [ast.Constant("phase"), *node.args]
         elif name == "wait_for_cluster":
             request = [ast.Constant("cluster")]
-        elif name == "begin_product":
-            request = [ast.Constant("product"), *node.args]
+        elif name in _PRODUCTS:
+            request = [ast.Constant(name), *node.args]
         if request is not None:
             return ast.Yield(ast.Tuple(request, ast.Load()))
         is_function = getattr(self._namespace.get(name), "py_func", None) is not None
@@ -395,6 +465,8 @@ def _as_generator(function: Any) -> Any:
     source = ast.parse(textwrap.dedent(inspect.getsource(function)))
     tree = ast.fix_missing_locations(_Meetings(function.__globals__).visit(source))
     namespace = dict(function.__globals__)
+    captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    namespace |= {name: cell.cell_contents for name, cell in captured}
     for name, value in function.__globals__.items():
         if name in _EMULATED and any(value is getattr(it, name, None) for it in _MODULES):
             namespace[name] = _EMULATED[name]

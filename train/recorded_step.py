@@ -95,7 +95,7 @@ class RecordedStep:
         self._allocate_results(config.n_layers, config.d_ffn)
         self._paths: tuple[str, ...] = ()
         # Micro-batches by the paths of the layers: two that differ may take turns.
-        self._recorded: dict[tuple[str, ...], Recorded] = {}
+        self._recorded: dict[tuple[tuple[str, ...], tuple[bool, ...]], Recorded] = {}
         self._run_update = Recorded(self._update, stream)
         # What the gradient in place has been computed from, if it has.
         self._ahead: tuple[Batch, tuple[str, ...]] | None = None
@@ -192,10 +192,11 @@ class RecordedStep:
             tokens = np.stack([windows[:, :-1].ravel(), windows[:, 1:].ravel()])
             self._tokens.copy_from(tokens)
             paths = self._next_paths()
-            if paths not in self._recorded:
+            kernels = paths, tuple(ffn.auto_state.shares_neurons for ffn in self._model.ffn_layers)
+            if kernels not in self._recorded:
                 self._make_room()
-                self._recorded[paths] = Recorded(self._micro_batch, self._stream)
-            self._recorded[paths]()
+                self._recorded[kernels] = Recorded(self._micro_batch, self._stream)
+            self._recorded[kernels]()
             self._paths = paths
 
     def _make_room(self) -> None:

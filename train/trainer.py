@@ -303,7 +303,8 @@ class Trainer:
             for ffn, nonzeros in zip(
                 self.model.ffn_layers, statistics.nonzeros_per_token(), strict=True
             ):
-                ffn.auto_state = AutoState(nonzeros / self.config.d_ffn, 0)
+                density = nonzeros / self.config.d_ffn
+                ffn.auto_state = ffn.auto_state._replace(density=density, unmeasured_tokens=0)
         return measured
 
     def _next_batch(self, step: int) -> "Batch | None":
@@ -444,8 +445,19 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _auto_state(saved: Any) -> AutoState:
-    density, unmeasured_tokens = saved
+    """Return a layer's state as it was saved; older checkpoints hold two numbers of it."""
+    density, unmeasured_tokens, *sharing = saved
+    shares_neurons, sharing_tokens = sharing or (False, None)
     is_density = density is None or (type(density) in (int, float) and 0 <= density <= 1)
-    if not is_density or type(unmeasured_tokens) is not int or unmeasured_tokens < 0:
+    if (
+        not is_density
+        or not _is_count(unmeasured_tokens)
+        or type(shares_neurons) is not bool
+        or not (sharing_tokens is None or _is_count(sharing_tokens))
+    ):
         raise ValueError(f"{saved!r} in ffn_auto")
-    return AutoState(density, unmeasured_tokens)
+    return AutoState(density, unmeasured_tokens, shares_neurons, sharing_tokens)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0

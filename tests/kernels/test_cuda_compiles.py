@@ -24,12 +24,14 @@ SHARED = [
     "twell.hopper_gate",
     "twell.entry_gradients",
     "twell.entry_transpose",
+    "twell.shared_lists",
+    "twell.shared_neurons",
     "twell.strip_rows",
 ]
 # Modules whose kernels take 16 bits alone, from compute capability 8.0 on.
 ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores", "twell.cuda_gate", "twell.dense_tail"]
 # Modules whose kernels take bfloat16 alone, on Hopper alone.
-ON_HOPPER = ["twell.hopper_gate"]
+ON_HOPPER = ["twell.hopper_gate", "twell.shared_lists", "twell.shared_neurons"]
 
 
 def signatures(dtype):
@@ -196,6 +198,60 @@ def signatures(dtype):
             "place_entries": ("uint16*", *["int32*"] * 3, "uint16*", "int32*", *[size] * 7),
         },
         "twell.strip_rows": strip_rows_signatures(array, wide_array),
+        "twell.shared_lists": {
+            "list_union": (
+                "bfloat16*",
+                "uint16*",
+                "int32*",
+                "int32*",
+                "int32*",
+                index,
+                "int32*",
+                *[size] * 6,
+            ),
+            "order_blocks": ("int32*", index, index, size),
+        },
+        # sum_neurons is compiled by its own test
+        "twell.shared_neurons": {
+            "multiply_tokens": (
+                "tensor_map",
+                index,
+                "bfloat16*",
+                "int32*",
+                index,
+                index,
+                "int32*",
+                "bfloat16*",
+                "bfloat16*",
+                "bool*",
+                "int32*",
+                "float32*",
+                *[size] * 4,
+            ),
+            "multiply_tokens_backward": (
+                "tensor_map",
+                index,
+                "bfloat16*",
+                "int32*",
+                index,
+                index,
+                "int32*",
+                "bfloat16*",
+                "int32*",
+                "float32*",
+                *["bfloat16*"] * 5,
+                *[size] * 4,
+            ),
+            "add_statistics_of_parts": (
+                "int32*",
+                "int32*",
+                "float32*",
+                "int32*",
+                "float32*",
+                size,
+                size,
+            ),
+        },
         "twell.hopper_gate": {
             "gate_and_pack": (
                 "tensor_map",
@@ -299,14 +355,16 @@ def twell_signatures(array, wide_array):
         "copy_rows": (array, counts, array, size, size),
         "add_statistics": (counts, wide_array, "float64*", size),
         "count_rows": (*packed, array, counts, *statistics, *[size] * 6),
-        "forward_rows": (array, array, array, *packed, array, array, *statistics, *[size] * 7),
+        "forward_rows": (
+            array, array, array, *packed, array, array, *statistics, "int32*", *[size] * 8,
+        ),
         "tail_up": (array, array, *tail, array, *[size] * 4),
         "tail_d_hidden": (array, array, *tail, "float32*", array, array, *[size] * 5),
         "tail_outputs": (array, *tail, array, array, *statistics, *[size] * 5),
         "tail_inputs": (array, array, *tail, *[array] * 3, *[size] * 5),
         "tail_gradients": (array, array, *tail, *[array] * 2, *[wide_array] * 3, *[size] * 5),
         "backward_rows": (
-            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, *[size] * 7,
+            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, "int32*", *[size] * 8,
         ),
         "add_gradients": (
             array, array, counts, columns, *[array] * 3, *[wide_array] * 3, *[size] * 4,

@@ -89,6 +89,12 @@ DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 # `auto` counts what fired once in so many tokens: at every call of a batch, but not for every token
 # of a generated text, where counting would cost a tenth of the layer's time.
 TOKENS_A_MEASUREMENT = 16
+# On a GPU, whether blocks of tokens share neurons is measured once in so many tokens, in calls of
+# at least the second number of them; it takes 0.4 to 1 ms. Where they do, the TwELL path is faster
+# up to higher densities, and up to these it is tried out (one H200, M = 16384, D = 2048, F = 5632,
+# at a density of 0.0146: see kernels/twell/README.md).
+TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**20, 4096
+GPU_SHARING_DENSITY, GPU_SHARING_DENSITY_NARROW = 0.02, 0.015
 
 
 @dataclass(frozen=True)
@@ -163,10 +169,17 @@ class AutoState(NamedTuple):
         Fraction of h that was not 0 when it was last measured; None before.
     unmeasured_tokens : int
         Tokens seen since then.
+    shares_neurons : bool
+        Whether, on a GPU, blocks of tokens share neurons on the path ``twell``; also where that
+        path is set.
+    sharing_tokens : int or None
+        Tokens seen since that was last measured; None before.
     """
 
     density: float | None = None
     unmeasured_tokens: int = 0
+    shares_neurons: bool = False
+    sharing_tokens: int | None = None
 
 
 class _LastCall(NamedTuple):
@@ -416,10 +429,15 @@ class FeedForward:
         forward = getattr(family, f"{self.operation}_forward")
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
         weights = [parameter.operand for parameter in parameters]
-        y, activations = forward(x, *weights, **options)
+        may_share = path == "twell" and is_on_gpu(x) and self._has_gate and not is_float8
+        sharing = {"share_neurons": self.auto_state.shares_neurons} if may_share else {}
+        y, activations = forward(x, *weights, **options, **sharing)
         self._last = _LastCall(path, activations)
-        if self._chooses(is_on_gpu(x)) and not _is_recorded(x):
-            self._measure(len(x))
+        if not _is_recorded(x):
+            if is_on_gpu(x) and len(x) >= FEWEST_SHARING:
+                self._measure_sharing(activations if may_share else None, x)
+            if self._chooses(is_on_gpu(x)):
+                self._measure(len(x))
 
         def backprop(dy: Array) -> Array:
             gradients = [parameter.grad_buffer() for parameter in parameters]
@@ -460,7 +478,10 @@ class FeedForward:
             return "dense"
         density, limit = self.auto_state.density, AUTO_DENSITY
         if tokens_on_gpu is not None:
-            limit = _gpu_auto_density(tokens_on_gpu, *self.parameters()[0].shape)
+            shape = self.parameters()[0].shape
+            limit = _gpu_auto_density(tokens_on_gpu, *shape)
+            if limit > 0 and self._could_share(tokens_on_gpu):
+                limit = max(limit, _sharing_density(shape[1]))
         return "twell" if density is not None and density < limit else "dense"
 
     def _chooses(self, on_gpu: bool) -> bool:
@@ -476,12 +497,42 @@ class FeedForward:
                 f"{self.activation}: {REASON_OF_ACTIVATION[self.activation]}"
             )
 
+    @property
+    def _has_gate(self) -> bool:
+        return self.operation == "gated_ffn"
+
+    def _could_share(self, tokens: int) -> bool:
+        """Return whether blocks of tokens share neurons, or it has to be tried out."""
+        state = self.auto_state
+        is_open = state.sharing_tokens is None
+        return tokens >= FEWEST_SHARING and (state.shares_neurons or is_open) and self._has_gate
+
+    def _measure_sharing(self, activations: Any, x: Array) -> None:
+        """Find out now and then whether blocks of tokens are to share neurons in the next call.
+
+        Without activations, after a call that could not share any, only tokens are counted.
+        """
+        tokens, width = x.shape
+        shares, sharing_tokens = self.auto_state.shares_neurons, self.auto_state.sharing_tokens
+        if sharing_tokens is not None:
+            sharing_tokens += tokens
+            if sharing_tokens >= TOKENS_A_MEASUREMENT_OF_SHARING:
+                sharing_tokens = None
+        if sharing_tokens is None and activations is not None:
+            family = importlib.import_module(f"{twell.__name__}.cuda")
+            shares, sharing_tokens = family.worth_sharing(activations, width), 0
+        self.auto_state = self.auto_state._replace(
+            shares_neurons=shares, sharing_tokens=sharing_tokens
+        )
+
     def _measure(self, tokens: int) -> None:
-        density, unmeasured_tokens = self.auto_state
+        density, unmeasured_tokens, *_ = self.auto_state
         unmeasured_tokens += tokens
         if tokens and (density is None or unmeasured_tokens >= TOKENS_A_MEASUREMENT):
             density, unmeasured_tokens = self.statistics.density, 0
-        self.auto_state = AutoState(density, unmeasured_tokens)
+        self.auto_state = self.auto_state._replace(
+            density=density, unmeasured_tokens=unmeasured_tokens
+        )
 
 
 class GatedFFN(FeedForward):
@@ -657,6 +708,11 @@ def _gpu_auto_density(tokens: int, neurons: int, width: int) -> float:
     if tokens * neurons * width < GPU_AUTO_SIZE:
         return 0.0
     return GPU_AUTO_DENSITY_NARROW if width < NARROW else GPU_AUTO_DENSITY
+
+
+def _sharing_density(width: int) -> float:
+    """Return the density below which it does where blocks of tokens share neurons."""
+    return GPU_SHARING_DENSITY_NARROW if width < NARROW else GPU_SHARING_DENSITY
 
 
 def _is_recorded(x: Array) -> bool:

@@ -101,6 +101,12 @@ def load_four_shared_words(typing_context, address):
 
 
 @intrinsic
+def store_shared_word(typing_context, address, word):
+    """Write a word of shared memory."""
+    return types.void(address, word), _instruction("st.shared.b32 [$0], $1;", 32, 32)
+
+
+@intrinsic
 def store_two_shared_words(typing_context, address, first, second):
     """Write two words of shared memory, at a multiple of 8 bytes."""
     return types.void(address, first, second), _instruction(
@@ -144,6 +150,18 @@ def arrive_and_expect(typing_context, barrier, nbytes):
     """Arrive at a barrier, and announce bytes that the copy engine brings in this phase."""
     return types.void(barrier, nbytes), _instruction(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", 32, 32
+    )
+
+
+@intrinsic
+def arrive_when_copied(typing_context, barrier):
+    """Arrive at a barrier once all is there that this thread began to copy.
+
+    By :func:`copy_sixteen_bytes`; the thread goes on. Whoever then waits for the phase calls
+    :func:`show_to_tensor_cores`.
+    """
+    return types.void(barrier), _instruction(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", 32
     )
 
 
@@ -220,6 +238,80 @@ def copy_box_to_blocks(typing_context, target, tensor_map, column, row, barrier,
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------- copies that threads begin
+
+
+@intrinsic
+def address_of(typing_context, pointer, index):
+    """Return where ``pointer[index]`` is in memory, in bytes."""
+    if not isinstance(pointer, types.CPointer):
+        return None
+
+    def generate(context, builder, signature, arguments):
+        position = context.cast(builder, arguments[1], signature.args[1], types.int64)
+        return builder.ptrtoint(builder.gep(arguments[0], [position]), _i64)
+
+    return types.int64(pointer, index), generate
+
+
+@intrinsic
+def row_address(typing_context, address, row, row_bytes):
+    """Return ``address + row * row_bytes``, of two positive integers of 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        kinds = signature.args
+        code = ir.InlineAsm(
+            ir.FunctionType(_i64, [_i32, _i32, _i64]), "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l"
+        )
+        operands = [
+            context.cast(builder, arguments[i], kinds[i], kind)
+            for i, kind in ((1, types.int32), (2, types.int32), (0, types.int64))
+        ]
+        return builder.call(code, operands)
+
+    return types.int64(address, row, row_bytes), generate
+
+
+@intrinsic
+def load_four_integers(typing_context, pointer, index):
+    """Return the four integers of 32 bits from ``pointer[index]`` on, a multiple of 16 bytes."""
+    if not isinstance(pointer, types.CPointer) or pointer.dtype != types.int32:
+        return None
+
+    def generate(context, builder, signature, arguments):
+        position = context.cast(builder, arguments[1], signature.args[1], types.int64)
+        address = builder.gep(arguments[0], [position])
+        kind = ir.VectorType(_i32, 4).as_pointer()
+        vector = builder.load(builder.bitcast(address, kind), align=16)
+        numbers = [builder.extract_element(vector, ir.Constant(_i32, i)) for i in range(4)]
+        return context.make_tuple(builder, signature.return_type, numbers)
+
+    return types.UniTuple(types.int32, 4)(pointer, index), generate
+
+
+@intrinsic
+def copy_sixteen_bytes(typing_context, target, address, row, rows):
+    """Begin to copy 16 bytes of memory to shared memory, both at multiples of 16.
+
+    Zeros unless ``row < rows``, integers of 32 bits; nothing is read then. For rows that do not lie
+    side by side: the copy engine copies boxes.
+    """
+    return types.void(target, address, row, rows), _instruction(
+        "{ .reg .pred left_out; setp.ge.s32 left_out, $2, $3; "
+        "cp.async.cg.shared.global [$0], [$1], 16, left_out; }",
+        32,
+        64,
+        32,
+        32,
+    )
+
+
+@intrinsic
+def show_to_tensor_cores(typing_context):
+    """Let tensor cores see what threads wrote to shared memory, as far as this thread sees it."""
+    return types.void(), _instruction("fence.proxy.async.shared::cta;")
+
+
 # ------------------------------------------------------------------------------- tensor cores
 
 
@@ -232,17 +324,33 @@ def operand(address):
     return (1 << 62) | ((1024 >> 4) << 32) | (1 << 16) | ((address & 0x3FFFF) >> 4)
 
 
-def _sums_of(context, builder, kind, array):
-    """Return the places of all numbers of a local array."""
+@device_function
+def operand_by_rows(address):
+    """Return how tensor cores are told of a right operand whose rows are what is summed over.
+
+    INNER rows of 256 numbers, in four parts of 64 columns, one after the other; each part as the
+    copy engine writes it.
+    """
+    return (
+        (1 << 62)
+        | ((1024 >> 4) << 32)
+        | ((INNER * ROW_BYTES >> 4) << 16)
+        | ((address & 0x3FFFF) >> 4)
+    )
+
+
+def _sums_of(context, builder, kind, array, count=SUMS):
+    """Return the places of the first numbers of a local array."""
     data = context.make_array(kind)(context, builder, value=array).data
-    return [builder.gep(data, [ir.Constant(_i64, i)]) for i in range(SUMS)]
+    return [builder.gep(data, [ir.Constant(_i64, i)]) for i in range(count)]
 
 
 def _with_sums(builder, text, constraints, operands, places):
-    """Run instructions that change all sums: ``$0`` to ``$127``, other operands after them."""
-    kinds = [operand.type for operand in operands] + [_f32] * SUMS
-    shape = ir.FunctionType(ir.LiteralStructType([_f32] * SUMS), kinds)
-    tied = [*["=f"] * SUMS, *constraints, *map(str, range(SUMS)), "~{memory}"]
+    """Run instructions that change sums: ``$0`` and on, other operands after them."""
+    count = len(places)
+    kinds = [operand.type for operand in operands] + [_f32] * count
+    shape = ir.FunctionType(ir.LiteralStructType([_f32] * count), kinds)
+    tied = [*["=f"] * count, *constraints, *map(str, range(count)), "~{memory}"]
     code = ir.InlineAsm(shape, text, ",".join(tied), side_effect=True)
     old = [builder.load(place) for place in places]
     new = builder.call(code, [*operands, *old], attrs=("convergent",))
@@ -250,11 +358,14 @@ def _with_sums(builder, text, constraints, operands, places):
         builder.store(builder.extract_value(new, i), place)
 
 
-def _multiply_text():
+def _multiply_text(columns, by_rows):
     """Return the instructions of a product: for 16 numbers of each row, then the next 16."""
-    sums = ", ".join(f"${i}" for i in range(SUMS))
-    left, right, keep = (f"${SUMS + i}" for i in range(3))
-    step = f"wgmma.mma_async.sync.aligned.m{ROWS}n{COLUMNS}k16.f32.bf16.bf16"
+    count = ROWS * columns // 128
+    sums = ", ".join(f"${i}" for i in range(count))
+    left, right, keep = (f"${count + i}" for i in range(3))
+    step = f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k16.f32.bf16.bf16"
+    # 32 bytes further, in units of 16; of rows 16 of 128 bytes
+    further = 16 * ROW_BYTES // 16 if by_rows else 2
     lines = [
         "{ .reg .pred keep, always; .reg .b64 left, right;",
         f"setp.ne.b32 keep, {keep}, 0; setp.eq.b32 always, 0, 0;",
@@ -262,40 +373,49 @@ def _multiply_text():
         "wgmma.fence.sync.aligned;",
     ]
     for i in range(INNER // 16):
-        if i > 0:  # 32 bytes further
-            lines.append("add.u64 left, left, 2; add.u64 right, right, 2;")
-        lines.append(f"{step} {{{sums}}}, left, right, {'always' if i else 'keep'}, 1, 1, 0, 0;")
+        if i > 0:
+            lines.append(f"add.u64 left, left, 2; add.u64 right, right, {further};")
+        added = "always" if i else "keep"
+        lines.append(f"{step} {{{sums}}}, left, right, {added}, 1, 1, 0, {int(by_rows)};")
     lines.append("wgmma.commit_group.sync.aligned; }")
     return "\n".join(lines)
 
 
-@intrinsic
-def begin_product(typing_context, sums, left, right, keep):
-    """Begin to add A B^T to the sums of a warpgroup, or to replace them if ``keep`` is 0.
+def _begin_product(columns, by_rows):
+    def define(typing_context, sums, left, right, keep):
+        if not isinstance(sums, types.Array):
+            return None
 
-    A has 64 rows and B 256, each of 64 bfloat16 numbers, given as :func:`operand`. ``sums`` is a
-    local array of 128 float32. With ``lane = thread % 32`` and ``warp = thread // 32 % 4``, a
-    thread's ``sums[4 j + 2 h + i]`` is the number in
+        def generate(context, builder, signature, arguments):
+            kinds = signature.args
+            places = _sums_of(context, builder, kinds[0], arguments[0], ROWS * columns // 128)
+            operands = [
+                context.cast(builder, arguments[1], kinds[1], types.int64),
+                context.cast(builder, arguments[2], kinds[2], types.int64),
+                context.cast(builder, arguments[3], kinds[3], types.int32),
+            ]
+            text = _multiply_text(columns, by_rows)
+            _with_sums(builder, text, ["l", "l", "r"], operands, places)
+            return context.get_dummy_value()
 
-        row 16 warp + 8 h + lane // 4,  column 8 j + 2 (lane % 4) + i
+        return types.void(sums, left, right, keep), generate
 
-    All threads of the warpgroup must come here together.
-    """
-    if not isinstance(sums, types.Array):
-        return None
+    return define
 
-    def generate(context, builder, signature, arguments):
-        kinds = signature.args
-        places = _sums_of(context, builder, kinds[0], arguments[0])
-        operands = [
-            context.cast(builder, arguments[1], kinds[1], types.int64),
-            context.cast(builder, arguments[2], kinds[2], types.int64),
-            context.cast(builder, arguments[3], kinds[3], types.int32),
-        ]
-        _with_sums(builder, _multiply_text(), ["l", "l", "r"], operands, places)
-        return context.get_dummy_value()
 
-    return types.void(sums, left, right, keep), generate
+# begin_product(sums, left, right, keep) begins to add A B^T to the sums of a warpgroup, or to
+# replace them if keep is 0. A has 64 rows and B 256, each of 64 bfloat16 numbers, given as
+# operand(). sums is a local array of 128 float32. With lane = thread % 32 and
+# warp = thread // 32 % 4, a thread's sums[4 j + 2 h + i] is the number in
+#
+#     row 16 warp + 8 h + lane // 4,  column 8 j + 2 (lane % 4) + i
+#
+# All threads of the warpgroup must come here together. begin_narrow_product does so for B of 128
+# rows and the first 64 sums; begin_product_by_rows begins to add A B, B having 64 rows of 256
+# numbers, given as operand_by_rows().
+begin_product = intrinsic(_begin_product(COLUMNS, False))
+begin_narrow_product = intrinsic(_begin_product(COLUMNS // 2, False))
+begin_product_by_rows = intrinsic(_begin_product(COLUMNS, True))
 
 
 @intrinsic
@@ -354,6 +474,30 @@ def positive_word(typing_context, low, high):
         return builder.call(code, arguments)
 
     return types.int32(types.float32, types.float32), generate
+
+
+@intrinsic
+def word_of_two(typing_context, low, high):
+    """Return two float32 numbers as a word of bfloat16."""
+
+    def generate(context, builder, signature, arguments):
+        code = ir.InlineAsm(
+            ir.FunctionType(_i32, [_f32, _f32]), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"
+        )
+        return builder.call(code, arguments)
+
+    return types.int32(types.float32, types.float32), generate
+
+
+@intrinsic
+def number_of_half(typing_context, word):
+    """Return the bfloat16 number in the low 16 bits of a word, as float32."""
+
+    def generate(context, builder, signature, arguments):
+        word = context.cast(builder, arguments[0], signature.args[0], types.int32)
+        return builder.bitcast(builder.shl(word, ir.Constant(_i32, 16)), _f32)
+
+    return types.float32(word), generate
 
 
 @intrinsic

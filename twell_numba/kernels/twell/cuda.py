@@ -16,9 +16,11 @@ anew, as a dense layer of its rows alone (:mod:`dense_tail`). Otherwise the prod
 tail read from it (:mod:`cuda_tail`); ``compact_tail`` keeps the tail's rows alone, which takes one
 wait.
 
-Two sets of kernels work on the entries: strip by strip of the columns where D and the arrays'
+Three sets of kernels work on the entries: strip by strip of the columns where D and the arrays'
 alignment let eight numbers be read at a time (:mod:`strip_rows`, :mod:`entry_gradients`); otherwise
 a warp takes a row, or a part of a neuron's gradients (:mod:`cuda_forward`, :mod:`cuda_backward`).
+On Hopper GPUs blocks of tokens that need the same neurons can share them, by tensor cores
+(:mod:`shared_neurons`): that is asked for, because it is faster for some patterns alone.
 Every sum is in a fixed order, without atomics: the same bits in every run.
 """
 
@@ -36,7 +38,13 @@ from twell_numba.kernels.cuda_statistics import add_statistics as add_statistics
 from twell_numba.kernels.cuda_statistics import statistics_on_gpu
 from twell_numba.kernels.device_checks import arithmetic_dtype, float_arrays, rows_are_aligned
 from twell_numba.kernels.device_ffn_checks import backward_arrays, forward_arrays
-from twell_numba.kernels.twell import cuda_gate, dense_tail, hopper_gate, strip_rows
+from twell_numba.kernels.twell import (
+    cuda_gate,
+    dense_tail,
+    hopper_gate,
+    shared_neurons,
+    strip_rows,
+)
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations, TailSource
 from twell_numba.kernels.twell.cuda_backward import (
     add_gradients,
@@ -112,6 +120,7 @@ def gated_ffn_forward(
     slots: int = SLOTS,
     *,
     compact_tail: bool = False,
+    share_neurons: bool = False,
 ) -> tuple[DeviceArray, DeviceActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd, reading up and down only where relu is positive.
 
@@ -126,6 +135,10 @@ def gated_ffn_forward(
     compact_tail : bool
         Where x Wg^T is in memory, keep rows of which a tile overflows, instead of all of it, for
         the backward pass; this waits for the GPU once.
+    share_neurons : bool
+        Let blocks of 128 tokens read each of their neurons' weights once, forward and backward,
+        where :func:`shared_neurons.fits`: the faster, the more neurons they have in common. See
+        :func:`worth_sharing`.
 
     Returns
     -------
@@ -147,6 +160,8 @@ def gated_ffn_forward(
         return decode_forward(x, gate_weight, up_weight, down_weight)
     weights = (gate_weight, up_weight, down_weight)
     activations = pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
+    fits = shared_neurons.fits(x, up_weight, down_weight, activations)
+    activations.shares_neurons = share_neurons and fits
     return forward_packed(x, up_weight, down_weight, activations), activations
 
 
@@ -271,6 +286,18 @@ def activation_statistics_on_gpu(
     """
     totals = statistics_on_gpu(activations.row_nonzeros, activations.row_absolute_sums)
     return totals, activations.fired
+
+
+def worth_sharing(activations: DeviceActivations, width: int) -> bool:
+    """Return whether to share neurons with tokens like these; waits for the GPU.
+
+    Parameters
+    ----------
+    activations : DeviceActivations
+    width : int
+        D.
+    """
+    return shared_neurons.worth_sharing(activations, width)
 
 
 # ---- Checks
@@ -423,13 +450,15 @@ def forward_packed(
     y = empty(x.shape, x.dtype, x.stream)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     is_aligned = rows_are_aligned(x, up_weight, down_weight)
-    if is_aligned and width:
+    if packed.shares_neurons:
+        shared_neurons.forward_entries(x, up_weight, down_weight, packed, y)
+    elif is_aligned and width:
         strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
     else:
         forward_rows(
             forward_rows.blocks_of_warps(rows), x, up_weight, down_weight, packed.values,
-            packed.columns, packed.counts, packed.up_values, y, *statistics, rows, width,
-            packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned,
+            packed.columns, packed.counts, packed.up_values, y, *statistics, packed.counts, rows,
+            width, packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned, 0,
         )  # fmt: skip
     forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
@@ -520,7 +549,9 @@ def _backward(
     scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
     is_aligned = rows_are_aligned(dy, x, *weights, *gradients)
     dx = empty(x.shape, x.dtype, x.stream)
-    if is_aligned and x.shape[1]:
+    if packed.shares_neurons and is_aligned:
+        shared_neurons.backward_entries(dy, x, weights, packed, scale, gradients, dx)
+    elif is_aligned and x.shape[1]:
         strip_rows.backward_entries(dy, x, weights, packed, scale, gradients, dx)
     else:
         _backward_by_warps(dy, x, weights, packed, scale, gradients, dx, is_aligned)
@@ -544,8 +575,8 @@ def _backward_by_warps(
     hidden, d_pattern, d_up = lists.coefficients[0], lists.coefficients[1], lists.coefficients[-1]
     backward_rows(
         backward_rows.blocks_of_warps(rows), dy, *weights, packed.values, packed.columns,
-        packed.counts, packed.up_values, l1_scale, entry_places, hidden, d_pattern, d_up, dx, rows,
-        width, packed.tile, packed.tiles, packed.slots, gated, is_aligned,
+        packed.counts, packed.up_values, l1_scale, entry_places, hidden, d_pattern, d_up, dx,
+        packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, gated, is_aligned, 0,
     )  # fmt: skip
     if rows and neurons and width:
         add_gradients(

@@ -66,6 +66,8 @@ class DeviceActivations:
         Whether the neuron's h was not 0 for at least one row.
     tail_source : TailSource or None
         What the tail is computed anew from.
+    shares_neurons : bool
+        Whether blocks of tokens share their neurons.
     """
 
     is_on_gpu: ClassVar[bool] = True
@@ -86,6 +88,7 @@ class DeviceActivations:
     row_absolute_sums: DeviceArray
     fired: DeviceArray
     tail_source: TailSource | None = None
+    shares_neurons: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

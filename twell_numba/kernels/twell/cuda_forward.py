@@ -24,17 +24,24 @@ from twell_numba.kernels.cuda_vectors import (
     store_eight,
     warp_dot,
 )
+from twell_numba.kernels.twell.shared_lists import TOKENS
 
 
 @kernel()
 def forward_rows(
     x, up_weight, down_weight, values, columns, counts, up_values, y, nonzeros, absolute_sums,
-    fired, rows, width, tile, tiles, slots, gated, is_aligned,
+    fired, shared, rows, width, tile, tiles, slots, gated, is_aligned, leaves_out,
 ):  # fmt: skip
-    """Compute u and y of rows that are not in the tail (y of others becomes 0)."""
+    """Compute u and y of rows that are not in the tail (y of others becomes 0).
+
+    With ``leaves_out``, only of blocks of tokens that do not share their neurons, 0 in ``shared``.
+    """
     lane = global_thread() % 32
     row = global_thread() // 32
     while row < rows:
+        if leaves_out != 0 and load(shared, row // TOKENS) > 0:
+            row += grid_threads() // 32
+            continue
         if gated != 0:
             count = 0
             total = number(x, 0)

@@ -1,0 +1,266 @@
+"""Products by blocks of tokens that share neurons, for Hopper GPUs, against NumPy in float64."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+
+from twell_numba.device.gpu import empty, record_graph, zeros  # noqa: E402
+from twell_numba.kernels.twell import cuda, shared_lists, shared_neurons  # noqa: E402
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations  # noqa: E402
+from twell_numba.kernels.twell.entry_transpose import list_by_neuron  # noqa: E402
+from twell_numba.kernels.twell.shared_lists import list_shared_neurons  # noqa: E402
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+TOLERANCE = 8e-3
+
+# M, D, F, entries a row, tile, slots
+SMALL = [
+    (1, 8, 9, 4, 4, 4),
+    (130, 72, 600, 2, 256, 16),  # about a narrow part, more than one
+    (130, 264, 300, 20, 64, 20),  # more work than blocks, columns that are not whole tiles
+]
+LARGE = [
+    (2000, 2048, 5632, 29, 256, 32),
+    (3000, 264, 700, 100, 256, 200),
+    (777, 2048, 5632, 60, 256, 64),
+    (300, 4096, 1000, 29, 256, 64),
+    (1000, 768, 3072, 9, 256, 32),
+    (200, 8192, 600, 29, 256, 64),
+]
+
+
+def make_packed(rng, machine, problem):
+    """Return packed activations, whose row 2 is in the tail, and relu(g) in float64."""
+    rows, _, neurons, entries, tile, slots = problem
+    tiles = -(-neurons // tile)
+    fires = np.zeros((rows, tiles * tile), bool)
+    fires[:, :neurons] = rng.random((rows, neurons)) < entries / neurons
+    fires[2:3] = False
+    fires = fires.reshape(rows, tiles, tile)
+    fires &= np.cumsum(fires, axis=2) <= slots
+    gate = np.where(fires, np.abs(rng.standard_normal(fires.shape)).astype(BFLOAT16), 0)
+    gate = gate.astype(BFLOAT16)
+    columns = np.argsort(~fires, axis=2, kind="stable")[..., :slots]
+    columns = np.pad(columns, ((0, 0), (0, 0), (0, max(slots - tile, 0))))
+    values = np.take_along_axis(gate, columns, axis=2)
+    places = (rows, tiles * slots)
+    counts = fires.sum(axis=2).astype(np.int32)
+    past = np.arange(slots) >= counts[..., None]
+    values[past], columns[past] = np.nan, 60000
+    stream = machine.gpu.stream
+    packed = DeviceActivations(
+        neurons=neurons,
+        tile=tile,
+        slots=slots,
+        gated=True,
+        values=machine.upload(values.reshape(places)),
+        columns=machine.upload(columns.astype(np.uint16).reshape(places)),
+        counts=machine.upload(counts),
+        up_values=empty(places, BFLOAT16, stream),
+        tail_rows=empty(rows, np.int32, stream),
+        tail_count=zeros(1, np.int32, stream),
+        tail_values=empty((0, 0), BFLOAT16, stream),
+        is_compact=True,
+        row_nonzeros=empty(rows, np.int32, stream),
+        row_absolute_sums=empty(rows, np.float32, stream),
+        fired=zeros(neurons, np.bool_, stream),
+    )
+    return packed, gate.reshape(rows, -1)[:, :neurons].astype(np.float64)
+
+
+def make_matrices(rng, machine, problem):
+    """Return x, dy and three matrices on the GPU, and in float64."""
+    rows, width, neurons, *_ = problem
+    host = [rng.standard_normal((rows, width)).astype(BFLOAT16) for _ in range(2)]
+    host += [
+        (rng.standard_normal((neurons, width)) * width**-0.5).astype(BFLOAT16) for _ in range(3)
+    ]
+    return [machine.upload(array) for array in host], [array.astype(np.float64) for array in host]
+
+
+def room_for(neurons):
+    return -(-neurons // 256) * 256
+
+
+def check_lists(shared, gate):
+    """Compare what is listed with the pattern."""
+    blocks = -(-len(gate) // 128)
+    unions = [np.flatnonzero((gate[128 * b : 128 * b + 128] != 0).any(0)) for b in range(blocks)]
+    counts = shared.counts.to_numpy()
+    np.testing.assert_array_equal(counts, [len(union) for union in unions])
+    for listed, union in zip(shared.neurons.to_numpy(), unions, strict=True):
+        np.testing.assert_array_equal(listed[: len(union)], union)
+    number, *items = shared.items.to_numpy().tolist()
+    found = [(item >> 32, item >> 16 & 0xFFFF, item & 0xFFFF) for item in items[:number]]
+    wanted = [
+        (b, part, min(256, len(union) - 256 * part))
+        for b, union in enumerate(unions)
+        for part in range(-(-len(union) // 256))
+    ]
+    assert sorted(found) == wanted
+    assert [n > 128 for *_, n in found] == sorted((n > 128 for *_, n in found), reverse=True)
+    number, *order = shared.order.to_numpy().tolist()
+    by_size = sorted((-len(union), b) for b, union in enumerate(unions) if len(union))
+    assert order[:number] == [b << 32 | -count for count, b in by_size]
+
+
+def test_products_of_entries(rng, hopper_machine, relative_error):
+    for problem in hopper_machine.shapes(SMALL, LARGE):
+        packed, gate = make_packed(rng, hopper_machine, problem)
+        (x, dy, gate_weight, up_weight, down_weight), exact = make_matrices(
+            rng, hopper_machine, problem
+        )
+        shared = list_shared_neurons(packed, room_for(problem[2]))
+        check_lists(shared, gate)
+
+        y = empty(x.shape, BFLOAT16, x.stream)
+        shared_neurons.forward_shared(x, up_weight, down_weight, packed, shared, y)
+        up = (exact[0] @ exact[3].T).astype(BFLOAT16).astype(np.float64)
+        hidden = gate * up
+        assert relative_error(y, hidden @ exact[4]) <= TOLERANCE, problem
+        np.testing.assert_array_equal(packed.row_nonzeros.to_numpy(), (hidden != 0).sum(1))
+        np.testing.assert_array_equal(packed.fired.to_numpy(), (hidden != 0).any(0))
+        assert relative_error(packed.row_absolute_sums, abs(hidden).sum(1)) <= TOLERANCE
+
+        l1_scale = hopper_machine.upload(np.full(1, 0.25, np.float32))
+        lists, entry_places = list_by_neuron(packed)
+        dx = empty(dy.shape, BFLOAT16, dy.stream)
+        shared_neurons.backward_shared(
+            dy, (gate_weight, up_weight, down_weight), packed, shared, l1_scale, entry_places,
+            lists.coefficients, dx,
+        )  # fmt: skip
+        fires = gate > 0
+        d_hidden = (exact[1] @ exact[4].T + 0.25 * np.sign(hidden)) * fires
+        terms = [d_hidden * up, d_hidden * gate]
+        wanted = terms[0] @ exact[2] + terms[1] @ exact[3]
+        assert relative_error(dx, wanted) <= TOLERANCE, problem
+        neurons_of, rows_of = np.nonzero(fires.T)
+        for coefficients, dense in zip(lists.coefficients, (hidden, *terms), strict=True):
+            listed = coefficients.to_numpy()[: rows_of.size]
+            assert relative_error(listed, dense[rows_of, neurons_of]) <= TOLERANCE
+
+
+# M, D, F, entries a row, slots
+LAYER_LARGE = [(1000, 512, 2100, 20, 32), (16384, 2048, 5632, 29, 32)]
+
+
+def make_layer(rng, machine, problem):
+    """Return a layer's arrays on the GPU: most rows fit their tiles, the first two do not."""
+    rows, width, neurons, entries, slots = problem
+    host = [rng.standard_normal((rows, width)) for _ in range(2)]
+    host += [rng.standard_normal((neurons, width)) * width**-0.5 for _ in range(3)]
+    host[0][:, 0] = 1
+    host[2][:, 0] = -np.quantile(rng.standard_normal(10_000), 1 - entries / neurons)
+    host[0][:2, 0] = -1  # nearly all neurons fire
+    return [machine.upload(array.astype(BFLOAT16)) for array in host]
+
+
+def run_layer(machine, arrays, slots, share):
+    """Return what a layer computes, forward and backward, in NumPy."""
+    x, dy, *weights = arrays
+    y, activations = cuda.gated_ffn_forward(x, *weights, slots=slots, share_neurons=share)
+    assert activations.shares_neurons == share
+    gradients = [zeros(weight.shape, np.float32, x.stream) for weight in weights]
+    dx = cuda.gated_ffn_backward(dy, x, *weights, activations, 0.25, *gradients)
+    totals, fired = cuda.activation_statistics_on_gpu(activations)
+    assert activations.tail_count.to_numpy()[0] >= 2
+    return [array.to_numpy() for array in (y, dx, *gradients, totals, fired)]
+
+
+def check_layer(machine, arrays, slots, relative_error):
+    shared = run_layer(machine, arrays, slots, share=True)
+    alone = run_layer(machine, arrays, slots, share=False)
+    for result, wanted in zip(shared[:-1], alone[:-1], strict=True):
+        assert relative_error(result, wanted.astype(np.float64)) <= TOLERANCE
+    np.testing.assert_array_equal(shared[-1], alone[-1])
+
+
+def test_a_layer_is_what_it_is_alone(rng, hopper_machine, relative_error):
+    # emulated, the next test tries that, too
+    for problem in hopper_machine.shapes([], LAYER_LARGE):
+        arrays = make_layer(rng, hopper_machine, problem)
+        check_layer(hopper_machine, arrays, problem[-1], relative_error)
+
+
+def test_blocks_with_too_many_neurons_do_not_share(
+    rng, hopper_machine, relative_error, monkeypatch
+):
+    problem = (140, 8, 400, 10, 24)
+    arrays = make_layer(rng, hopper_machine, problem)
+    counts = []
+
+    def list_and_keep(packed, room):
+        shared = shared_lists.list_shared_neurons(packed, room)
+        counts.append(shared.counts.to_numpy())
+        return shared
+
+    monkeypatch.setattr(shared_neurons, "room_for", lambda neurons: 256)
+    monkeypatch.setattr(shared_neurons, "list_shared_neurons", list_and_keep)
+    check_layer(hopper_machine, arrays, problem[-1], relative_error)
+    assert (counts[0] == 0).any()
+    assert (counts[0] > 0).any()
+
+
+def test_nan_stays_in_its_row(rng, hopper_machine):
+    rows, width, neurons, entries, slots = 130, 8, 300, 6, 40
+    x, dy, *weights = make_layer(rng, hopper_machine, (rows, width, neurons, entries, slots))
+    host = x.to_numpy()
+    host[5, 3] = np.nan
+    x = hopper_machine.upload(host)
+    y, _ = cuda.gated_ffn_forward(x, *weights, slots=slots, share_neurons=True)
+    is_nan = np.isnan(y.to_numpy().astype(np.float32))
+    assert is_nan[5].all()
+    assert not np.delete(is_nan, 5, axis=0).any()
+
+
+def test_worth_sharing(rng, hopper_machine, monkeypatch):
+    monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(shared_neurons, "room_for", room_for)
+    for firing, is_worth in ((2, False), (100, True)):
+        packed, gate = make_packed(rng, hopper_machine, (128, 8, 300, firing, 256, 200))
+        packed.row_nonzeros.copy_from((gate != 0).sum(1).astype(np.int32))
+        assert shared_neurons.worth_sharing(packed, 8) is is_worth
+    monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 2000)
+    assert not shared_neurons.worth_sharing(packed, 8)
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+def test_sums_compile(two):
+    kinds = (
+        "tensor_map", "tensor_map", "int64*", "bfloat16*", "bfloat16*", "int32*", "int64*",
+        "bfloat16*", *["int"] * 3,
+    )  # fmt: skip
+    code, _ = shared_neurons.sum_neurons(two).compile(kinds, "90a")
+    assert code.startswith(b"\x7fELF")
+
+
+def test_sums_stay_in_registers(rng, hopper_machine):
+    if not hopper_machine.is_real:
+        pytest.skip("of a real GPU alone")
+    arrays = make_layer(rng, hopper_machine, LAYER_LARGE[0])
+    run_layer(hopper_machine, arrays, 32, share=True)
+    kernels = (shared_neurons.multiply_tokens, shared_neurons.multiply_tokens_backward)
+    for kernel in (*kernels, *map(shared_neurons.sum_neurons, (False, True))):
+        for loaded in kernel._loaded.values():
+            local = loaded.attributes.local_size_bytes
+            size = local(hopper_machine.gpu.id) if callable(local) else local
+            assert size == 0, kernel.name
+
+
+def test_same_bits_in_every_run_and_in_a_recording(rng, hopper_machine):
+    if not hopper_machine.is_real:
+        pytest.skip("of a real GPU alone")
+    x, _, *weights = make_layer(rng, hopper_machine, LAYER_LARGE[0])
+    runs = []
+    for _ in range(2):
+        y, _ = cuda.gated_ffn_forward(x, *weights, share_neurons=True)
+        runs.append(y.to_numpy())
+    with record_graph(x.stream) as graph:
+        y, _ = cuda.gated_ffn_forward(x, *weights, share_neurons=True)
+    for _ in range(2):
+        graph.replay()
+        runs.append(y.to_numpy())
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run.view(np.uint16), runs[0].view(np.uint16))

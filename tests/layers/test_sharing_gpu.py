@@ -1,0 +1,104 @@
+"""When feedforward layers on a GPU let blocks of tokens share neurons."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+
+from twell_numba.kernels.twell import cuda  # noqa: E402
+from twell_numba.layers import GatedFFN, TwoMatrixFFN, ffn  # noqa: E402
+
+
+@pytest.fixture
+def layer_calls(monkeypatch):
+    """Measure often, with answers made up; return those, and whether calls were to share."""
+    answers, calls = [], []
+    original = cuda.forward_packed
+
+    def note(x, up_weight, down_weight, packed):
+        calls.append(packed.shares_neurons)
+        packed.shares_neurons = False  # which this GPU cannot
+        return original(x, up_weight, down_weight, packed)
+
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 35)
+    monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 100)
+    monkeypatch.setattr(ffn, "GPU_AUTO_SIZE", 1)
+    monkeypatch.setattr(cuda, "worth_sharing", lambda activations, width: answers.pop(0))
+    monkeypatch.setattr(cuda.shared_neurons, "fits", lambda *arguments: True)
+    monkeypatch.setattr(cuda, "forward_packed", note)
+    return answers, calls
+
+
+def make_call(rng, machine, kind, path):
+    weights = rng.standard_normal((3, 40, 32)).astype(np.float32)[: 3 if kind is GatedFFN else 2]
+    layer = kind("mlp", *weights, path)
+    for parameter in layer.parameters():
+        parameter.move_to_gpu(machine.gpu.stream, np.float32)
+
+    def call(tokens):
+        x = machine.upload(rng.standard_normal((tokens, 32)).astype(np.float32))
+        y, backprop = layer(x)
+        backprop(y)
+
+    return layer, call
+
+
+def test_sharing_is_measured_now_and_then(rng, machine, layer_calls):
+    answers, calls = layer_calls
+    layer, call = make_call(rng, machine, GatedFFN, "twell")
+    answers += [True, False]
+    call(34)  # too few tokens to measure
+    assert layer.auto_state == ffn.AutoState()
+    for _ in range(5):
+        call(40)
+    assert calls == [False, False, True, True, True, False]
+    assert answers == []
+    assert layer.auto_state == ffn.AutoState(shares_neurons=False, sharing_tokens=40)
+
+
+def test_auto_measures_sharing_on_the_path_that_shares(rng, machine, layer_calls):
+    answers, calls = layer_calls
+    layer, call = make_call(rng, machine, GatedFFN, "auto")
+    layer.auto_state = ffn.AutoState(0.9)
+    call(40)
+    assert calls == []  # dense
+    layer.auto_state = ffn.AutoState(0.0)
+    answers.append(True)
+    call(40)
+    assert calls == [False]
+    assert layer.auto_state.shares_neurons
+    assert layer.auto_state.density > 0.3
+
+
+def test_a_layer_without_a_gate_does_not_share(rng, machine, layer_calls):
+    layer, call = make_call(rng, machine, TwoMatrixFFN, "twell")
+    call(40)
+    assert layer.auto_state == ffn.AutoState()
+
+
+def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, layer_calls):
+    weights = rng.standard_normal((3, 40, 32)).astype(np.float32)
+    layer, without_gate = GatedFFN("mlp", *weights), TwoMatrixFFN("mlp", *weights[:2])
+    between = (ffn.GPU_AUTO_DENSITY_NARROW + ffn.GPU_SHARING_DENSITY_NARROW) / 2
+    for sharing, tokens, path in (
+        ((False, None), 40, "twell"),  # to be tried out
+        ((False, None), 34, "dense"),
+        ((False, 0), 40, "dense"),
+        ((True, 0), 40, "twell"),
+        ((True, 0), 34, "dense"),
+    ):
+        layer.auto_state = without_gate.auto_state = ffn.AutoState(between, 0, *sharing)
+        assert layer.next_path(tokens) == path
+        assert without_gate.next_path(tokens) == "dense"
+    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, True, 0)
+    assert layer.next_path(40) == "dense"
+
+
+def test_tokens_of_other_paths_count(rng, machine, layer_calls):
+    answers, calls = layer_calls
+    layer, call = make_call(rng, machine, GatedFFN, "auto")
+    layer.auto_state = ffn.AutoState(0.9, 0, False, 0)
+    for tokens_since in (40, 80, None):  # then it is tried out again
+        call(40)
+        assert layer.auto_state.sharing_tokens == tokens_since
+    assert calls == answers == []

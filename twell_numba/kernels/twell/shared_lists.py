@@ -1,0 +1,416 @@
+"""Which neurons blocks of consecutive tokens share, on a GPU.
+
+    U_b = neurons that fire for any of the tokens 128 b to 128 b + 127, ascending
+
+and the entries of a block's rows side by side, each with where in U_b its neuron is.
+
+A block of threads makes the lists of a block of tokens, in shared memory: a bit for each neuron
+that fires; how many are set below an entry's own is its position. The same lists in every run.
+Another kernel puts what is to be multiplied in order, the largest first, for blocks that stay and
+take one item after the other.
+
+Bound by instructions. On an H200, M 16384, F 5632, both kernels, in us: 31 for 24 entries a row of
+a trained layer, 68 for 82. Versions before: columns read twice, an entry at a time, and blocks
+compared by all threads, 68 and 95; a warp takes a row, 70 and 93; entries first listed in shared
+memory, then taken one a thread, in 64-bit numbers, 55 and 91; with 512 threads 37 and 80.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+
+from twell_numba.device.gpu import DeviceArray, empty, kernel
+from twell_numba.device.gpu.language import (
+    FULL_WARP,
+    cuda,
+    device_function,
+    intrinsic,
+    load,
+    store,
+    types,
+)
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell.cuda_language import (
+    count_bits,
+)
+from twell_numba.kernels.twell.entry_transpose import set_shared_bit
+
+_i64 = ir.IntType(64)
+
+TOKENS = 128  # of a block
+NEURONS = 256  # of an item, at most
+PANEL = 64  # columns of h that lie together
+THREADS = 1024
+MOST_WORDS = 1024  # of 32 neurons, in shared memory
+# Neurons, and as many places in a row, can be: of 15 bits.
+MOST_NEURONS = 32 * MOST_WORDS
+ENTRIES = 24 * 1024  # of a block that shares, at most; in shared memory
+
+
+def _half_bits(typing_context, pointer, index):
+    def generate(context, builder, signature, arguments):
+        position = context.cast(builder, arguments[1], signature.args[1], types.int64)
+        return builder.zext(builder.load(builder.gep(arguments[0], [position])), _i64)
+
+    return types.int64(pointer, index), generate
+
+
+def _half_bits_in_python(pointer, index, definition=_half_bits):
+    """What half_bits does; see below."""
+    return types.int64(np.float32(load(pointer, index)).view(np.uint32) >> 16)
+
+
+# half_bits(pointer, index) returns a bfloat16 number as it is, in the low 16 bits of an integer.
+# The plain function is what tests without a GPU run.
+half_bits = intrinsic(_half_bits)
+half_bits.py_func = _half_bits_in_python
+
+
+@dataclass
+class SharedNeurons:
+    """The neurons of each block of tokens, and the entries of its rows.
+
+    Attributes
+    ----------
+    room : int
+        Neurons that a block can have, a multiple of 256.
+    neurons : DeviceArray of int32, shape (blocks, room)
+    counts : DeviceArray of int32, shape (blocks,)
+        Neurons of each block; 0 where they are not to be shared.
+    entries : DeviceArray of int64, shape (blocks, ENTRIES)
+        Entries of shared blocks, row after row, with ascending neurons:
+        ``value << 48 | neuron << 32 | position % 256 << 16 | place in the row``.
+    starts : DeviceArray of int32, shape (128 blocks, parts + 1)
+        Where, in its block's list, the entries of each row and part of 256 positions begin.
+    items : DeviceArray of int64, shape (1 + blocks * parts,)
+        How many parts there are of up to 256 neurons of a block; then for each, those of more than
+        128 neurons first, ``block << 32 | part << 16 | neurons of it``.
+    order : DeviceArray of int64, shape (1 + blocks,)
+        How many blocks there are; then for each, those of most neurons first,
+        ``block << 32 | neurons``.
+    """
+
+    room: int
+    neurons: DeviceArray
+    counts: DeviceArray
+    entries: DeviceArray
+    starts: DeviceArray
+    items: DeviceArray
+    order: DeviceArray
+
+    @property
+    def parts(self) -> int:
+        """Parts of up to 256 neurons that a block can have."""
+        return self.room // NEURONS
+
+
+def list_shared_neurons(packed: DeviceActivations, room: int) -> SharedNeurons:
+    """List the neurons of each block of tokens; nothing waits.
+
+    Parameters
+    ----------
+    packed : DeviceActivations
+        Of up to 32768 neurons, and as many slots a row.
+    room : int
+        Neurons that a block can have, a multiple of 256; blocks with more do not share.
+    """
+    (rows, neurons), stream = packed.shape, packed.values.stream
+    blocks, parts = -(-rows // TOKENS), room // NEURONS
+    shared = SharedNeurons(
+        room,
+        empty((blocks, room), np.int32, stream),
+        empty(blocks, np.int32, stream),
+        empty((blocks, ENTRIES), np.int64, stream),
+        empty((blocks * TOKENS, parts + 1), np.int32, stream),
+        empty(1 + blocks * parts, np.int64, stream),
+        empty(1 + blocks, np.int64, stream),
+    )
+    list_union(
+        blocks, packed.values, packed.columns, packed.counts, shared.neurons, shared.counts,
+        shared.entries, shared.starts, rows, packed.tile, packed.tiles, packed.slots, room,
+        -(-neurons // 32),
+    )  # fmt: skip
+    order_blocks(1, shared.counts, shared.items, shared.order, blocks)
+    return shared
+
+
+@device_function
+def prefix_of_block(value, parts):
+    """Return the sum of an int32 over the threads before this one, and over the whole block.
+
+    ``parts`` are 66 words of shared memory.
+    """
+    lane, warp = types.int32(cuda.threadIdx.x % 32), types.int32(cuda.threadIdx.x // 32)
+    before, total = prefix_of_warp(value)
+    if lane == 0:
+        parts[warp] = total
+    cuda.syncthreads()
+    if warp == 0:
+        of_warp = types.int32(0)
+        if lane < cuda.blockDim.x // 32:
+            of_warp = parts[lane]
+        earlier, total = prefix_of_warp(of_warp)
+        parts[33 + lane] = earlier
+        if lane == 0:
+            parts[32] = total
+    cuda.syncthreads()
+    before = types.int32(before + parts[33 + warp])
+    total = parts[32]
+    cuda.syncthreads()  # the next prefix writes to the same place
+    return before, total
+
+
+@device_function
+def prefix_of_warp(value):
+    """Return the sum of an int32 over the lanes before this one, and over the whole warp."""
+    lane = types.int32(cuda.threadIdx.x % 32)
+    before = types.int32(0)
+    total = types.int32(value)
+    for step in range(5):
+        other = cuda.shfl_xor_sync(FULL_WARP, total, 1 << step)
+        before = types.int32(before + (other if lane >> step & 1 == 1 else 0))
+        total = types.int32(total + other)
+    return before, total
+
+
+@device_function
+def list_neuron(listed, bits, at, place, neuron, is_there):
+    """Note that a neuron fires, and an entry of it, in shared memory."""
+    if is_there:
+        listed[at] = neuron
+        listed[ENTRIES + at] = place
+        set_shared_bit(bits, neuron >> 5, neuron & 31)
+
+
+@device_function
+def list_cell(listed, bits, columns, start, place, neuron, count, at):
+    """Note all entries of a tile of a row; its columns begin at ``start``."""
+    slot = types.int32(0)
+    while slot < count:
+        first, last = start + slot, start + types.int32(count - 1)
+        a = types.int32(load(columns, first))
+        b = types.int32(load(columns, min(first + 1, last)))
+        c = types.int32(load(columns, min(first + 2, last)))
+        d = types.int32(load(columns, min(first + 3, last)))
+        n = types.int32(count - slot)
+        here, of_row = types.int32(at + slot), types.int32(place + slot)
+        list_neuron(listed, bits, here, of_row, types.int32(neuron + a), True)
+        if n > 1:
+            list_neuron(
+                listed, bits, types.int32(here + 1), types.int32(of_row + 1),
+                types.int32(neuron + b), True,
+            )  # fmt: skip
+            list_neuron(
+                listed, bits, types.int32(here + 2), types.int32(of_row + 2),
+                types.int32(neuron + c), n > 2,
+            )  # fmt: skip
+            list_neuron(
+                listed, bits, types.int32(here + 3), types.int32(of_row + 3),
+                types.int32(neuron + d), n > 3,
+            )  # fmt: skip
+        slot = types.int32(slot + 4)
+
+
+@device_function
+def position_of(bits, before, neuron):
+    """Return where a neuron that fires is in the block's list."""
+    word = types.int32(neuron >> 5)
+    below = types.int32((types.int32(1) << (neuron & 31)) - 1)
+    return types.int32(before[word] + count_bits(bits[word] & below))
+
+
+@device_function
+def sum_of_counts(counts, first, n):
+    """Return how many entries ``n`` cells have."""
+    total = types.int32(0)
+    i = types.int32(0)
+    while i < n:
+        last = first + types.int32(n - 1)
+        cell = first + i
+        a = load(counts, cell)
+        b = load(counts, min(cell + 1, last))
+        c = load(counts, min(cell + 2, last))
+        d = load(counts, min(cell + 3, last))
+        left = types.int32(n - i)
+        total = types.int32(total + a + (b if left > 1 else 0))
+        total = types.int32(total + (c if left > 2 else 0) + (d if left > 3 else 0))
+        i = types.int32(i + 4)
+    return total
+
+
+@device_function
+def start_of(listed, e, columns_of_starts):
+    """Return the number, among all starts, of the row and part that an entry belongs to."""
+    row, part = listed[ENTRIES + e] >> 16, listed[e] >> 24
+    return types.int32(row * columns_of_starts + part)
+
+
+@kernel(threads=THREADS, shared_memory=8 * ENTRIES)
+def list_union(
+    values, columns, counts, neurons, union_counts, entries, starts, rows, tile, tiles, slots, room,
+    words,
+):  # fmt: skip
+    """List the neurons that fire for a block of tokens, and its entries."""
+    # neurons, later with 16 bits of their position above; and places in the row, with the row above
+    listed = cuda.shared.array(0, types.int32)
+    bits = cuda.shared.array(MOST_WORDS, types.int32)
+    before = cuda.shared.array(MOST_WORDS, types.int32)
+    parts = cuda.shared.array(66, types.int32)
+    thread = types.int32(cuda.threadIdx.x)
+    threads = types.int32(cuda.blockDim.x)
+    block = types.int64(cuda.blockIdx.x)
+    words = types.int32(words)
+    w = thread
+    while w < words:
+        bits[w] = 0
+        w = types.int32(w + threads)
+
+    # a thread has cells side by side, so that one sum says where its entries go
+    in_row = types.int32(tiles)
+    cells = types.int32(min(types.int64(TOKENS), rows - block * TOKENS) * tiles)
+    most = types.int32((cells + threads - 1) // threads)
+    cell = types.int32(min(thread * most, cells))
+    end = types.int32(min(cell + most, cells))
+    first_cell = block * TOKENS * tiles
+    own = sum_of_counts(counts, first_cell + cell, types.int32(end - cell))
+    at, total = prefix_of_block(own, parts)
+    fits = total <= ENTRIES
+    row = types.int32(cell // in_row)
+    t = types.int32(cell - row * in_row)
+    while fits and cell < end:
+        count = load(counts, first_cell + cell)
+        list_cell(
+            listed, bits, columns, (first_cell + cell) * slots,
+            types.int32(row << 16 | types.int32(t * slots)), types.int32(t * tile), count, at,
+        )  # fmt: skip
+        at = types.int32(at + count)
+        cell = types.int32(cell + 1)
+        t = types.int32(t + 1)
+        if t == in_row:
+            t = types.int32(0)
+            row = types.int32(row + 1)
+    cuda.syncthreads()
+
+    union = types.int32(0)
+    start = types.int32(0)
+    while start < words:
+        w = types.int32(start + thread)
+        in_word = types.int32(0)
+        if w < words:
+            in_word = types.int32(count_bits(bits[w]))
+        earlier, in_all = prefix_of_block(in_word, parts)
+        if w < words:
+            before[w] = types.int32(union + earlier)
+        union = types.int32(union + in_all)
+        start = types.int32(start + threads)
+    cuda.syncthreads()
+    shares = fits and union <= room
+    if thread == 0:
+        store(union_counts, block, union if shares else types.int32(0))
+    if shares:
+        e = thread
+        while e < total:
+            neuron = listed[e]
+            position = position_of(bits, before, neuron)
+            store(neurons, block * room + position, neuron)  # all that write here write the same
+            listed[e] = types.int32(position << 16 | neuron)
+            e = types.int32(e + threads)
+        cuda.syncthreads()
+
+        columns_of_starts = types.int32(room // NEURONS + 1)
+        first_start = block * TOKENS * columns_of_starts
+        first_slot = first_cell * slots
+        row_slots = types.int32(tiles * slots)
+        e = thread
+        while e < total:
+            code, place = listed[e], listed[ENTRIES + e]
+            token, in_row = types.int32(place >> 16), types.int32(place & 0xFFFF)
+            value = half_bits(values, first_slot + types.int32(token * row_slots + in_row))
+            high = types.int64(types.int32(code & 0xFFFF)) | value << 16
+            low = types.int64(types.int32(code & 0xFF0000) | in_row)
+            store(entries, block * ENTRIES + e, high << 32 | low)
+            begun = start_of(listed, e, columns_of_starts)
+            k = types.int32(0)
+            if e > 0:
+                k = types.int32(start_of(listed, types.int32(e - 1), columns_of_starts) + 1)
+            while k <= begun:
+                store(starts, first_start + k, e)
+                k = types.int32(k + 1)
+            if e == total - 1:
+                k = types.int32(begun + 1)
+                while k < TOKENS * columns_of_starts:
+                    store(starts, first_start + k, total)
+                    k = types.int32(k + 1)
+            e = types.int32(e + threads)
+
+
+@kernel(threads=THREADS)
+def order_blocks(counts, items, order, blocks):
+    """Put blocks, and parts of up to 256 of their neurons, in order; for one block of threads."""
+    known = cuda.shared.array(THREADS, types.int32)
+    parts = cuda.shared.array(66, types.int32)
+    thread = types.int32(cuda.threadIdx.x)
+    threads = types.int32(cuda.blockDim.x)
+    blocks = types.int32(blocks)
+    large = types.int32(0)
+    b = thread
+    while b < blocks:
+        large = types.int32(large + large_parts(load(counts, b)))
+        b = types.int32(b + threads)
+    _, large_in_all = prefix_of_block(large, parts)
+
+    shared = types.int32(0)
+    listed_large = types.int32(0)
+    listed_small = large_in_all
+    start = types.int32(0)
+    while start < blocks:
+        b = types.int32(start + thread)
+        count = types.int32(0)
+        if b < blocks:
+            count = load(counts, b)
+        large = large_parts(count)
+        small = types.int32(1 if 0 < count % NEURONS <= NEURONS // 2 else 0)
+        # both in one sum: a part has more than 128 neurons of a block
+        both_before, both_here = prefix_of_block(types.int32(large << 12 | small), parts)
+        place = types.int32(1 + listed_large + (both_before >> 12))
+        for t in range(large):
+            n = types.int64(min(NEURONS, types.int32(count - t * NEURONS)))
+            store(items, place + t, types.int64(b) << 32 | types.int64(t) << 16 | n)
+        if small > 0:
+            place = types.int32(1 + listed_small + (both_before & 0xFFF))
+            rest = types.int64(count % NEURONS)
+            store(items, place, types.int64(b) << 32 | types.int64(large) << 16 | rest)
+        listed_large = types.int32(listed_large + (both_here >> 12))
+        listed_small = types.int32(listed_small + (both_here & 0xFFF))
+
+        is_shared = types.int32(1 if count > 0 else 0)
+        _, shared_here = prefix_of_block(is_shared, parts)
+        shared = types.int32(shared + shared_here)
+        place = types.int32(1)
+        other_start = types.int32(0)
+        while other_start < blocks:
+            known[thread] = types.int32(0)
+            if other_start + thread < blocks:
+                known[thread] = load(counts, other_start + thread)
+            cuda.syncthreads()
+            if count > 0:
+                ahead = types.int32(b - other_start)
+                # others come before it if they have more, or as many and a lower number
+                for c in range(types.int32(min(threads, blocks - other_start))):
+                    least = types.int32(count if c < ahead else count + 1)
+                    place = types.int32(place + (1 if known[c] >= least else 0))
+            cuda.syncthreads()
+            other_start = types.int32(other_start + threads)
+        if count > 0:
+            store(order, place, types.int64(b) << 32 | types.int64(count))
+        start = types.int32(start + threads)
+    if thread == 0:
+        store(items, 0, listed_small)
+        store(order, 0, shared)
+
+
+@device_function
+def large_parts(count):
+    """Return how many parts of more than 128 neurons a block's neurons are cut into."""
+    return types.int32((count + NEURONS // 2 - 1) // NEURONS)

@@ -1,0 +1,845 @@
+"""Products with packed entries by blocks of 128 tokens that share neurons, on Hopper GPUs.
+
+With U the neurons that fire for any token of a block (:mod:`shared_lists`), entries i of row m, of
+neurons j_i, and h = g u, dg = dh u, du = dh g:
+
+    dots    x[block] Wu[U]^T,  of which u_i are kept;   dy[block] Wd[U]^T,  of which dh_i
+    sums    y[block] = h Wd[U],                         dx[block] = dg Wg[U] + du Wu[U]
+
+In bfloat16, sums in float32. Most of dots is thrown away, and most of what is multiplied in sums is
+0; but each row of the weights is read once for a block, not once for an entry, and tensor cores do
+it. In text neighbouring tokens need the same neurons: U has 0.19 to 0.41 times as many as the block
+has entries. Where neurons are alike, :mod:`strip_rows` is faster.
+
+Blocks of threads stay on their multiprocessors and take one item after the other: 128 tokens by 256
+neurons of U, or by 256 columns of y. As in :mod:`hopper_gate` one warpgroup brings operands, into 4
+stages of shared memory, and two multiply 64 tokens each. Rows of weights do not lie side by side,
+so that the copy engine brings the other operand alone, and the threads copy the rows by 16 bytes.
+
+    dots    the last part of U of a block is multiplied as 128 neurons if it has no more. A row's
+            four lanes of a warp take its entries in turn, read ahead from a list; u comes to them
+            through shared memory, and h goes to *panels* of 128 tokens by 64 neurons, cleared
+            before.
+    sums    takes panels as they are. The weights' rows are what is summed over.
+
+A neuron whose weights are not finite makes y NaN for all tokens of its block, not only for those
+for which it fires, as the dense layer does for all.
+
+Bound by tensor cores, and by getting rows into shared memory beside them. Versions tried on an
+H200, M 16384, D 2048, F 5632, in ms; a block's U has 1230 neurons of *trained 24* and 1992 of
+*trained 82*:
+
+| | trained 24: dots, sums | trained 82 |
+| --- | --- | --- |
+| predicted | 0.150, 0.140 | 0.230, 0.220 |
+| entries found tile by tile, one at a time; copies with flags | 0.307, 0.207 | 0.467, 0.313 |
+| a list of entries, read one ahead; each product waited for | 0.185, 0.199 | 0.286, 0.308 |
+| copies with addresses and predicates of their own | 0.166, 0.162 | 0.274, 0.247 |
+| four entries read ahead; neurons of sums read one step ahead | 0.168, 0.147 | 0.260, 0.222 |
+| 32-bit numbers; four neurons read at once: as kept | 0.159, 0.133 | 0.254, 0.199 |
+| the same, each product waited for | 0.164, 0.138 | 0.263, 0.221 |
+| the same, the second consumer 3 steps behind the first | 0.160, 0.137 | 0.264, 0.223 |
+| the same, nothing written | 0.145, 0.122 | 0.231, 0.203 |
+
+Backward 0.190 and 0.241, 0.335 and 0.372.
+"""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from twell_numba.device.gpu import DeviceArray, Kernel, empty, kernel, tensor_map
+from twell_numba.device.gpu.hopper import (
+    COLUMNS,
+    INNER,
+    ROW_BYTES,
+    ROWS,
+    SUMS,
+    address_of,
+    arrive,
+    arrive_and_expect,
+    arrive_when_copied,
+    begin_narrow_product,
+    begin_product,
+    begin_product_by_rows,
+    copy_box,
+    copy_sixteen_bytes,
+    give_registers_away,
+    int32,
+    load_four_integers,
+    load_four_shared_words,
+    load_shared_word,
+    make_barrier,
+    number_of_half,
+    operand,
+    operand_by_rows,
+    publish_barriers,
+    row_address,
+    shared_address,
+    show_to_tensor_cores,
+    store_low_half,
+    store_shared_word,
+    take_registers,
+    wait_for_cluster,
+    wait_for_older_products,
+    wait_for_phase,
+    wait_for_sums,
+    word_of_two,
+    write_tensor_map,
+)
+from twell_numba.device.gpu.language import FULL_WARP, cuda, load, number, store, types
+from twell_numba.device.gpu.tensor_cores import inlined, store_four_words
+from twell_numba.device.gpu.tensor_map import WORDS, TensorMap
+from twell_numba.kernels.device_checks import rows_are_aligned
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell.cuda_backward import backward_rows
+from twell_numba.kernels.twell.cuda_forward import forward_rows
+from twell_numba.kernels.twell.cuda_language import sign
+from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
+from twell_numba.kernels.twell.entry_transpose import list_by_neuron
+from twell_numba.kernels.twell.shared_lists import (
+    ENTRIES,
+    MOST_NEURONS,
+    NEURONS,
+    PANEL,
+    TOKENS,
+    SharedNeurons,
+    list_shared_neurons,
+)
+
+# Warpgroups of a block that multiply, ROWS tokens each; one more brings their operands.
+CONSUMERS = 2
+PRODUCERS = 128
+THREADS = 128 * CONSUMERS + PRODUCERS
+# Pairs of operands in shared memory; a power of 2.
+STAGES = 4
+
+LEFT_BYTES = TOKENS * ROW_BYTES
+RIGHT_BYTES = NEURONS * ROW_BYTES
+STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES
+ALIGNMENT = 1024
+# Where each warp has eight lines, a row of the product each, when it is done; and barriers.
+LINES = STAGES * STAGE_BYTES
+LINE_BYTES = 2 * COLUMNS
+BARRIERS = LINES + CONSUMERS * 4 * 8 * LINE_BYTES
+SHARED_BYTES = BARRIERS + 16 * STAGES + ALIGNMENT
+FULL, FREE = BARRIERS, BARRIERS + 8 * STAGES
+# Rows of the right operand of which each producer brings 16 bytes, and how far they are apart.
+OWN_ROWS = NEURONS * ROW_BYTES // 16 // PRODUCERS
+OWN_ROWS_APART = PRODUCERS // 8
+
+# Entries that a lane reads at a time.
+BATCH = 4
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
+
+# Blocks of threads, for each multiprocessor, that work on blocks of tokens with too many neurons.
+REST_BLOCKS = 4
+MOST_ROWS = 2**23  # entries are numbered in 32 bits
+# It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
+ENTRIES_A_NEURON = 2.2
+LEAST_NUMBERS = 2**23
+
+
+# ---- What both kernels do
+
+
+@inlined
+def make_barriers(stages):
+    """Make the barriers of all stages."""
+    if cuda.threadIdx.x == 0:
+        for i in range(STAGES):
+            make_barrier(stages + FULL + 8 * i, PRODUCERS + 1)
+            make_barrier(stages + FREE + 8 * i, CONSUMERS)
+        publish_barriers()
+    wait_for_cluster()
+
+
+@inlined
+def after(stage, parity):
+    """Return the next stage and its parity."""
+    stage = int32((stage + int32(1)) & int32(STAGES - 1))
+    if stage == 0:
+        parity = int32(parity ^ int32(1))
+    return stage, parity
+
+
+@inlined
+def wait_for_operands(stages, stage, parity):
+    """Wait for a pair of operands and return where it is."""
+    wait_for_phase(int32(stages + int32(FULL) + int32(8) * stage), parity)
+    show_to_tensor_cores()
+    return int32(stages + int32(STAGE_BYTES) * stage)
+
+
+@inlined
+def go_on(stages, stage, parity, before, step, thread):
+    """Leave the operands of the product before the newest."""
+    wait_for_older_products()
+    if step > 0 and thread % 128 == 0:
+        arrive(int32(stages + int32(FREE) + int32(8) * before))
+    before = stage
+    stage, parity = after(stage, parity)
+    return stage, parity, before
+
+
+@inlined
+def end_product(sums, stages, before, thread):
+    """Wait for all products and leave the last one's operands."""
+    wait_for_sums(sums)
+    if thread % 128 == 0:
+        arrive(int32(stages + int32(FREE) + int32(8) * before))
+
+
+@inlined
+def multiply(sums, steps, stages, consumer, thread, stage, parity):
+    """Multiply 64 tokens by 256 neurons."""
+    before = stage
+    for step in range(steps):
+        source = wait_for_operands(stages, stage, parity)
+        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
+        begin_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
+        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
+    end_product(sums, stages, before, thread)
+    return stage, parity
+
+
+@inlined
+def multiply_narrow(sums, steps, stages, consumer, thread, stage, parity):
+    """Multiply 64 tokens by 128 neurons."""
+    before = stage
+    for step in range(steps):
+        source = wait_for_operands(stages, stage, parity)
+        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
+        begin_narrow_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
+        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
+    end_product(sums, stages, before, thread)
+    return stage, parity
+
+
+@inlined
+def multiply_by_rows(sums, steps, stages, consumer, thread, stage, parity):
+    """Multiply the entries of 64 tokens by 256 columns of their neurons' rows."""
+    before = stage
+    for step in range(steps):
+        source = wait_for_operands(stages, stage, parity)
+        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
+        right = operand_by_rows(int32(source + int32(LEFT_BYTES)))
+        begin_product_by_rows(sums, left, right, step)
+        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
+    end_product(sums, stages, before, thread)
+    return stage, parity
+
+
+@inlined
+def line_address(lines, line):
+    """Return where a warp has a line; its words are at this address xor four times their number.
+
+    Where the 16 bytes numbered c of a line are differs between lines, so that neither words of
+    eight lines nor 16 bytes of one meet in a bank.
+    """
+    return int32(lines + (LINE_BYTES + 16) * line)
+
+
+@inlined
+def share(sums, half, lines):
+    """Write one half of a warp's sums to its lines, as words of bfloat16."""
+    line = int32(cuda.threadIdx.x % 32 // 4)
+    start = int32(line_address(lines, line) ^ int32(4 * (cuda.threadIdx.x % 4)))
+    cuda.syncwarp()  # lanes may still read what was there before
+    for j in range(SUMS // 4):
+        first = 4 * j + 2 * half
+        store_shared_word(int32(start ^ (16 * j)), word_of_two(sums[first], sums[first + 1]))
+    cuda.syncwarp()
+
+
+# ---- Dots
+
+
+@inlined
+def bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, room):
+    """Bring tokens and their neurons' rows, 64 columns at a time; for the producers."""
+    thread = types.int64(cuda.threadIdx.x)
+    x_map_there = types.int64(0)
+    if thread == 0:
+        x_map_there = write_tensor_map(maps, types.int64(cuda.blockIdx.x) * WORDS, x_map)
+    own = cuda.local.array(OWN_ROWS, types.int64)
+    line, chunk = int32(thread // 8), int32(thread % 8)
+    own_target = int32(stages + LEFT_BYTES + line * ROW_BYTES + 16 * (chunk ^ (line % 8)))
+    stage = int32(0)
+    parity = int32(1)
+    steps = int32((width + INNER - 1) // INNER)
+    total = load(items, 0)
+    item = types.int64(cuda.blockIdx.x)
+    code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
+    while item < total:
+        block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, int32(code & 0xFFFF)
+        item += types.int64(cuda.gridDim.x)
+        code = load(items, 1 + min(item, total - 1))  # in time for the next
+        first = block * room + low
+        for i in range(OWN_ROWS):
+            # the last one's row also instead of those past it
+            r = min(int32(line + OWN_ROWS_APART * i), int32(n - 1))
+            own[i] = address_of(weight, types.int64(load(neurons, first + r)) * width + chunk * 8)
+        for step in range(steps):
+            wait_for_phase(int32(stages + int32(FREE) + int32(8) * stage), parity)
+            barrier = int32(stages + int32(FULL) + int32(8) * stage)
+            if thread == 0:
+                arrive_and_expect(barrier, LEFT_BYTES)
+                target = int32(stages + int32(STAGE_BYTES) * stage)
+                copy_box(target, x_map_there, step * INNER, block * TOKENS, barrier)
+            first_column = int32(step * INNER + chunk * 8)
+            target = int32(own_target + int32(STAGE_BYTES) * stage)
+            for i in range(OWN_ROWS // 2):
+                place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
+                copy_sixteen_bytes(place, own[i], first_column, width)
+            if n > NEURONS // 2:
+                for i in range(OWN_ROWS // 2, OWN_ROWS):
+                    place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
+                    copy_sixteen_bytes(place, own[i], first_column, width)
+            arrive_when_copied(barrier)
+            for i in range(OWN_ROWS):
+                own[i] += ROW_BYTES
+            stage, parity = after(stage, parity)
+
+
+@inlined
+def clear_rows(matrix, block, low, n, room, first_row):
+    """Write zeros to 16 tokens of a part of h; a warp does."""
+    zero = int32(0)
+    zeros = (zero, zero, zero, zero)
+    panel = (block * room + low) // PANEL
+    lane = types.int64(cuda.threadIdx.x % 32)
+    for p in range((n + PANEL - 1) // PANEL):
+        start = ((panel + p) * TOKENS + first_row) * PANEL + lane * 8
+        for i in range(16 * PANEL // 256):
+            store_four_words(matrix, start + 256 * i, zeros)
+
+
+@inlined
+def shared_half(line, position):
+    """Return a number of a line, as a word of which the upper half is of no use."""
+    word = load_shared_word(int32(line ^ int32(4 * (position >> 1))))
+    if position & 1 == 1:
+        word = int32(word >> 16)
+    return word
+
+
+@inlined
+def place_in_panels(position):
+    """Return where in panels of 128 tokens the entry of a position is, of the first token."""
+    return int32((position >> 6) * (TOKENS * PANEL) + (position & (PANEL - 1)))
+
+
+@inlined
+def find_entries(starts, block, token, part, parts):
+    """Return where a lane's first entry of a row and a part is listed, and where its last may be.
+
+    Four lanes share a row's entries of a part.
+    """
+    first = (block * TOKENS + token) * (parts + 1) + part
+    entry = int32(load(starts, first) + cuda.threadIdx.x % 4)
+    return int32(block * ENTRIES + entry), int32(block * ENTRIES + load(starts, first + 1))
+
+
+@inlined
+def load_entries(codes, entries, entry, end):
+    """Read a lane's next entries."""
+    for i in range(BATCH):
+        if entry + 4 * i < end:
+            codes[i] = load(entries, entry + 4 * i)
+
+
+@inlined
+def finish_hidden(codes, lines, token, low, ahead, entries, layout, results):
+    """Compute u and h of the entries of eight rows; a row's four lanes take turns."""
+    entry, end = ahead
+    block, row_slots, room, rows, parts = layout
+    up_values, hidden, fired, row_counts, row_sums = results
+    row = block * TOKENS + token
+    first_slot, first_place = row * row_slots, (block * room + low) * TOKENS + token * PANEL
+    line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
+    nonzeros = int32(0)
+    absolute_sum = types.float32(0)
+    while entry < end:
+        for i in range(BATCH):
+            if entry + 4 * i < end:
+                code, high = int32(codes[i]), int32(codes[i] >> 32)
+                position = int32(code >> 16 & 0xFF)
+                word = shared_half(line, position)
+                value = number_of_half(int32(high >> 16)) * number_of_half(word)
+                store_low_half(up_values, first_slot + int32(code & 0xFFFF), word)
+                store(hidden, first_place + place_in_panels(position), value)
+                absolute_sum += abs(value)
+                if value != 0:
+                    nonzeros = int32(nonzeros + 1)
+                    neuron = int32(high & 0xFFFF)
+                    if load(fired, neuron) == 0:
+                        store(fired, neuron, 1)
+        entry = int32(entry + 4 * BATCH)
+        load_entries(codes, entries, entry, end)
+    absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 1)
+    absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 2)
+    nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 1))
+    nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 2))
+    if cuda.threadIdx.x % 4 == 0 and row < rows:
+        store(row_counts, row * parts + low // NEURONS, nonzeros)
+        store(row_sums, row * parts + low // NEURONS, absolute_sum)
+
+
+@inlined
+def finish_d_hidden(codes, lines, token, low, ahead, arrays, layout, results):
+    """Compute dh, dg and du of the entries of eight rows; a row's four lanes take turns."""
+    entry, end = ahead
+    entries, up_values, entry_places, l1 = arrays
+    block, row_slots, room, rows, parts = layout
+    d_pattern, d_up, list_hidden, list_pattern, list_up = results
+    first_slot = (block * TOKENS + token) * row_slots
+    first_place = (block * room + low) * TOKENS + token * PANEL
+    line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
+    ups = cuda.local.array(BATCH, types.float32)
+    places = cuda.local.array(BATCH, types.int32)
+    while entry < end:
+        for i in range(BATCH):
+            if entry + 4 * i < end:
+                slot = first_slot + int32(int32(codes[i]) & 0xFFFF)
+                ups[i] = load(up_values, slot)
+                places[i] = load(entry_places, slot)
+        for i in range(BATCH):
+            if entry + 4 * i < end:
+                position = int32(int32(codes[i]) >> 16 & 0xFF)
+                d_hidden = number_of_half(shared_half(line, position))
+                value = number_of_half(int32(codes[i] >> 48))
+                h = value * ups[i]
+                d_hidden += l1 * sign(h, types.float32(1))
+                there = first_place + place_in_panels(position)
+                store(d_pattern, there, d_hidden * ups[i])
+                store(d_up, there, d_hidden * value)
+                store(list_hidden, places[i], h)
+                store(list_pattern, places[i], d_hidden * ups[i])
+                store(list_up, places[i], d_hidden * value)
+        entry = int32(entry + 4 * BATCH)
+        load_entries(codes, entries, entry, end)
+
+
+@kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
+def multiply_tokens(
+    x_map, maps, weight, neurons, items, entries, starts, up_values, hidden, fired, row_counts,
+    row_sums, rows, width, row_slots, room,
+):  # fmt: skip
+    """Compute u and h of all entries of shared blocks; blocks of threads stay."""
+    stages = int32((shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT)
+    make_barriers(stages)
+    thread = int32(cuda.threadIdx.x)
+    if thread < PRODUCERS:
+        give_registers_away(PRODUCER_REGISTERS)
+        bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, room)
+    else:
+        take_registers(CONSUMER_REGISTERS)
+        consumer = int32((thread - PRODUCERS) // 128)
+        warp = types.int64((thread - PRODUCERS) // 32)
+        lines = int32(stages + LINES + warp * (8 * LINE_BYTES))
+        sums = cuda.local.array(SUMS, types.float32)
+        upper_codes = cuda.local.array(BATCH, types.int64)
+        lower_codes = cuda.local.array(BATCH, types.int64)
+        steps = int32((width + INNER - 1) // INNER)
+        stage = int32(0)
+        parity = int32(0)
+        total = load(items, 0)
+        item = types.int64(cuda.blockIdx.x)
+        code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
+        while item < total:
+            block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, code & 0xFFFF
+            item += types.int64(cuda.gridDim.x)
+            code = load(items, 1 + min(item, total - 1))
+            parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
+            upper = find_entries(starts, block, token, low // NEURONS, parts)
+            lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            load_entries(upper_codes, entries, upper[0], upper[1])
+            load_entries(lower_codes, entries, lower[0], lower[1])
+            clear_rows(hidden, block, low, n, room, 16 * warp)
+            if n > NEURONS // 2:
+                stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
+            else:
+                stage, parity = multiply_narrow(
+                    sums, steps, stages, consumer, thread, stage, parity
+                )
+            arrays = entries
+            layout = (block, row_slots, room, rows, parts)
+            results = (up_values, hidden, fired, row_counts, row_sums)
+            share(sums, 0, lines)
+            finish_hidden(upper_codes, lines, token, low, upper, arrays, layout, results)
+            share(sums, 1, lines)
+            finish_hidden(lower_codes, lines, token + 8, low, lower, arrays, layout, results)
+    wait_for_cluster()  # copies may still be under way
+
+
+@kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
+def multiply_tokens_backward(
+    dy_map, maps, weight, neurons, items, entries, starts, up_values, entry_places, l1_scale,
+    d_pattern, d_up, list_hidden, list_pattern, list_up, rows, width, row_slots, room,
+):  # fmt: skip
+    """Compute dh, dg and du of all entries of shared blocks; blocks of threads stay."""
+    stages = int32((shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT)
+    make_barriers(stages)
+    thread = int32(cuda.threadIdx.x)
+    if thread < PRODUCERS:
+        give_registers_away(PRODUCER_REGISTERS)
+        bring_rows_and_tokens(stages, dy_map, maps, weight, neurons, items, width, room)
+    else:
+        take_registers(CONSUMER_REGISTERS)
+        consumer = int32((thread - PRODUCERS) // 128)
+        warp = types.int64((thread - PRODUCERS) // 32)
+        lines = int32(stages + LINES + warp * (8 * LINE_BYTES))
+        sums = cuda.local.array(SUMS, types.float32)
+        upper_codes = cuda.local.array(BATCH, types.int64)
+        lower_codes = cuda.local.array(BATCH, types.int64)
+        steps = int32((width + INNER - 1) // INNER)
+        stage = int32(0)
+        parity = int32(0)
+        l1 = load(l1_scale, 0)
+        total = load(items, 0)
+        item = types.int64(cuda.blockIdx.x)
+        code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
+        while item < total:
+            block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, code & 0xFFFF
+            item += types.int64(cuda.gridDim.x)
+            code = load(items, 1 + min(item, total - 1))
+            parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
+            upper = find_entries(starts, block, token, low // NEURONS, parts)
+            lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            load_entries(upper_codes, entries, upper[0], upper[1])
+            load_entries(lower_codes, entries, lower[0], lower[1])
+            clear_rows(d_pattern, block, low, n, room, 16 * warp)
+            clear_rows(d_up, block, low, n, room, 16 * warp)
+            if n > NEURONS // 2:
+                stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
+            else:
+                stage, parity = multiply_narrow(
+                    sums, steps, stages, consumer, thread, stage, parity
+                )
+            arrays = (entries, up_values, entry_places, l1)
+            layout = (block, row_slots, room, rows, parts)
+            results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
+            share(sums, 0, lines)
+            finish_d_hidden(upper_codes, lines, token, low, upper, arrays, layout, results)
+            share(sums, 1, lines)
+            finish_d_hidden(lower_codes, lines, token + 8, low, lower, arrays, layout, results)
+    wait_for_cluster()  # copies may still be under way
+
+
+@kernel()
+def add_statistics_of_parts(
+    union_counts, row_counts, row_sums, nonzeros, absolute_sums, rows, parts
+):  # fmt: skip
+    """Add up the statistics of rows of shared blocks; a thread takes a row."""
+    row = types.int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
+    if row < rows:
+        neurons = load(union_counts, row // TOKENS)
+        count = types.int32(0)
+        total = number(absolute_sums, 0)
+        for p in range((neurons + NEURONS - 1) // NEURONS):
+            count = types.int32(count + load(row_counts, row * parts + p))
+            total += load(row_sums, row * parts + p)
+        if neurons > 0:
+            store(nonzeros, row, count)
+            store(absolute_sums, row, total)
+
+
+# ---- Sums
+
+
+@inlined
+def item_of(turn):
+    """Return the item that a block of threads takes as its next; every other round in reverse."""
+    grid, own = types.int64(cuda.gridDim.x), types.int64(cuda.blockIdx.x)
+    return turn * grid + (own if turn % 2 == 0 else grid - 1 - own)
+
+
+@inlined
+def load_own_neurons(own, listed, first):
+    """Read whose rows a warp brings; anything past the last."""
+    for i in range(OWN_ROWS // 4):
+        a, b, c, d = load_four_integers(listed, first + 4 * i)
+        own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3] = a, b, c, d
+
+
+@inlined
+def bring_rows_and_entries(
+    stages, maps_there, weights, listed, block, n, column, width, room, stage, parity
+):  # fmt: skip
+    """Bring entries and 256 columns of their neurons' rows, 64 neurons at a time."""
+    thread = int32(cuda.threadIdx.x)
+    lane, warp = int32(thread % 32), int32(thread // 32)
+    mine = column + lane * 8
+    rows_there = n if mine < width else int32(0)
+    own_target = int32(
+        stages + LEFT_BYTES + lane // 8 * (INNER * ROW_BYTES) + warp * (OWN_ROWS * ROW_BYTES)
+        + 16 * (lane % 8)
+    )  # fmt: skip
+    own = cuda.local.array(OWN_ROWS, types.int32)
+    later = cuda.local.array(OWN_ROWS, types.int32)
+    first = block * room + warp * OWN_ROWS
+    first_box = int32(block * room // PANEL * TOKENS)
+    panels = int32((n + PANEL - 1) // PANEL)
+    row_bytes = int32(2 * width)
+    load_own_neurons(later, listed, first)
+    panel = int32(0)
+    map_there, weight = maps_there[0], address_of(weights[0], mine)
+    for _ in range(int32(panels * len(maps_there))):
+        for i in range(OWN_ROWS):
+            own[i] = later[i]
+        next_panel = int32(panel + 1) if panel + 1 < panels else int32(0)
+        load_own_neurons(later, listed, first + next_panel * PANEL)  # in time for the next step
+        wait_for_phase(int32(stages + int32(FREE) + int32(8) * stage), parity)
+        barrier = int32(stages + int32(FULL) + int32(8) * stage)
+        if thread == 0:
+            arrive_and_expect(barrier, LEFT_BYTES)
+            target = int32(stages + int32(STAGE_BYTES) * stage)
+            copy_box(target, map_there, 0, first_box + panel * TOKENS, barrier)
+        target = int32(own_target + int32(STAGE_BYTES) * stage)
+        rest = int32(rows_there - panel * PANEL - warp * OWN_ROWS)  # rows past it are zeros
+        for i in range(OWN_ROWS):
+            # which 16 bytes of a row are where differs from row to row
+            place = int32(int32(target ^ int32(16 * (i % 8))) + int32(ROW_BYTES * i))
+            copy_sixteen_bytes(place, row_address(weight, own[i], row_bytes), i, rest)
+        arrive_when_copied(barrier)
+        stage, parity = after(stage, parity)
+        panel = next_panel
+        if panel == 0:
+            map_there, weight = maps_there[-1], address_of(weights[-1], mine)
+    return stage, parity
+
+
+@inlined
+def write_rows(y, lines, first_row, column, rows, width):
+    """Write eight lines to rows of y; a warp does."""
+    lane = types.int64(cuda.threadIdx.x % 32)
+    for line in range(8):
+        row = first_row + line
+        if row < rows and column + lane * 8 < width:
+            words = load_four_shared_words(int32(line_address(lines, line) ^ int32(16 * lane)))
+            store_four_words(y, row * width + column + lane * 8, words)
+
+
+@functools.cache
+def sum_neurons(two: bool) -> Kernel:
+    """Return the kernel that multiplies entries of shared blocks by rows of one or two matrices."""
+
+    @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
+    def sum_neurons(
+        first_map, second_map, maps, first_weight, second_weight, neurons, order, y, rows, width,
+        room,
+    ):  # fmt: skip
+        stages = int32(
+            (shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT
+        )
+        make_barriers(stages)
+        thread = int32(cuda.threadIdx.x)
+        strips = (width + COLUMNS - 1) // COLUMNS
+        total = load(order, 0) * strips
+        turn = types.int64(0)
+        item = item_of(turn)
+        code = load(order, 1 + min(item, total - 1) // strips) if total > 0 else types.int64(0)
+        if thread < PRODUCERS:
+            give_registers_away(PRODUCER_REGISTERS)
+            first_there = types.int64(0)
+            second_there = types.int64(0)
+            if thread == 0:
+                place = types.int64(cuda.blockIdx.x) * 2 * WORDS
+                first_there = write_tensor_map(maps, place, first_map)
+                if two:
+                    second_there = write_tensor_map(maps, place + WORDS, second_map)
+            maps_there = (first_there, second_there) if two else (first_there,)
+            weights = (first_weight, second_weight) if two else (first_weight,)
+            stage = int32(0)
+            parity = int32(1)
+            while item < total:
+                block, n, column = code >> 32, code & 0xFFFFFFFF, item % strips * COLUMNS
+                turn += 1
+                item = item_of(turn)
+                code = load(order, 1 + min(item, total - 1) // strips)  # in time for the next
+                stage, parity = bring_rows_and_entries(
+                    stages, maps_there, weights, neurons, block, int32(n), column, width, room,
+                    stage, parity,
+                )  # fmt: skip
+        else:
+            take_registers(CONSUMER_REGISTERS)
+            consumer = int32((thread - PRODUCERS) // 128)
+            warp = types.int64((thread - PRODUCERS) // 32)
+            lines = int32(stages + LINES + warp * (8 * LINE_BYTES))
+            sums = cuda.local.array(SUMS, types.float32)
+            stage = int32(0)
+            parity = int32(0)
+            while item < total:
+                block, n, column = code >> 32, code & 0xFFFFFFFF, item % strips * COLUMNS
+                turn += 1
+                item = item_of(turn)
+                code = load(order, 1 + min(item, total - 1) // strips)
+                steps = int32((n + PANEL - 1) // PANEL * (2 if two else 1))
+                stage, parity = multiply_by_rows(
+                    sums, steps, stages, consumer, thread, stage, parity
+                )
+                row = block * TOKENS + 16 * warp
+                share(sums, 0, lines)
+                write_rows(y, lines, row, column, rows, width)
+                share(sums, 1, lines)
+                write_rows(y, lines, row + 8, column, rows, width)
+        wait_for_cluster()  # copies may still be under way
+
+    return sum_neurons
+
+
+# ---- What is launched
+
+
+def fits(
+    x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray, packed: DeviceActivations
+) -> bool:
+    """Return whether these kernels can take a gated layer: on Hopper, bfloat16, aligned rows."""
+    can_be_read = tensor_map.fits(x) and rows_are_aligned(x, up_weight, down_weight)
+    return bool(can_be_read and _can_list(packed))
+
+
+def _can_list(packed: DeviceActivations) -> bool:
+    """Return whether numbers of entries fit in the bits that they have, on a GPU for this."""
+    values, row_slots = packed.values, packed.tiles * packed.slots
+    is_for_it = values.gpu.capability == (9, 0) and values.dtype == ml_dtypes.bfloat16
+    is_small = max(packed.neurons, row_slots) <= MOST_NEURONS and packed.shape[0] <= MOST_ROWS
+    return packed.gated and is_for_it and is_small
+
+
+def worth_sharing(packed: DeviceActivations, width: int) -> bool:
+    """Return whether sharing is faster than strips, with tokens like these; waits for the GPU."""
+    rows = packed.shape[0]
+    if not _can_list(packed) or rows * width < LEAST_NUMBERS:
+        return False
+    counts = list_shared_neurons(packed, room_for(packed.neurons)).counts.to_numpy()
+    entries = np.zeros(counts.size * TOKENS, np.int64)
+    entries[:rows] = packed.row_nonzeros.to_numpy()
+    entries = entries.reshape(-1, TOKENS).sum(axis=1)
+    can_share = (counts > 0) | (entries == 0)
+    return bool(can_share.all() and entries.sum() >= ENTRIES_A_NEURON * counts.sum(dtype=np.int64))
+
+
+def room_for(neurons: int) -> int:
+    """Return how many neurons a block can have, of all, to share them.
+
+    Three quarters: with more the dense layer is faster, and what they take room for grows.
+    """
+    return -(-3 * neurons // (4 * NEURONS)) * NEURONS
+
+
+def _blocks(x: DeviceArray) -> int:
+    return int(x.gpu.multiprocessors)
+
+
+def panels_of(shared: SharedNeurons, x: DeviceArray) -> DeviceArray:
+    """Return room for what entries are multiplied by: panels of 128 tokens by 64 neurons."""
+    blocks = shared.counts.size
+    return empty((blocks * shared.room // PANEL * TOKENS, PANEL), x.dtype, x.stream)
+
+
+def forward_entries(
+    x: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    packed: DeviceActivations,
+    y: DeviceArray,
+) -> None:
+    """Compute u and y of rows that are not in the tail (y of others becomes 0), and statistics.
+
+    Parameters as of :func:`twell_numba.kernels.twell.strip_rows.forward_entries`, where
+    :func:`fits`.
+    """
+    rows, width = x.shape
+    shared = list_shared_neurons(packed, room_for(packed.neurons))
+    forward_shared(x, up_weight, down_weight, packed, shared, y)
+    forward_rows(
+        REST_BLOCKS * _blocks(x), x, up_weight, down_weight, packed.values, packed.columns,
+        packed.counts, packed.up_values, y, packed.row_nonzeros, packed.row_absolute_sums,
+        packed.fired, shared.counts, rows, width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
+    )  # fmt: skip
+
+
+def backward_entries(
+    dy: DeviceArray,
+    x: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    packed: DeviceActivations,
+    l1_scale: DeviceArray,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+    dx: DeviceArray,
+) -> None:
+    """Compute dx of rows that are not in the tail (of others 0), and add to the gradients.
+
+    Parameters as of :func:`twell_numba.kernels.twell.strip_rows.backward_entries`.
+    """
+    rows, width = dy.shape
+    lists, entry_places = list_by_neuron(packed)
+    shared = list_shared_neurons(packed, room_for(packed.neurons))
+    backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
+    backward_rows(
+        REST_BLOCKS * _blocks(x), dy, *weights, packed.values, packed.columns, packed.counts,
+        packed.up_values, l1_scale, entry_places, *lists.coefficients, dx, shared.counts, rows,
+        width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
+    )  # fmt: skip
+    pattern_grad, up_grad, down_grad = gradients
+    add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
+
+
+def forward_shared(
+    x: DeviceArray,
+    up_weight: DeviceArray,
+    down_weight: DeviceArray,
+    packed: DeviceActivations,
+    shared: SharedNeurons,
+    y: DeviceArray,
+) -> None:
+    """Compute u, h, y and statistics of rows of shared blocks."""
+    rows, width = x.shape
+    parts = shared.parts
+    hidden = panels_of(shared, x)
+    row_counts = empty((rows, parts), np.int32, x.stream)
+    row_sums = empty((rows, parts), np.float32, x.stream)
+    maps = empty((_blocks(x), 2 * WORDS), np.int64, x.stream)
+    multiply_tokens(
+        _blocks(x), TensorMap(x, TOKENS), maps, up_weight, shared.neurons, shared.items,
+        shared.entries, shared.starts, packed.up_values, hidden, packed.fired, row_counts, row_sums,
+        rows, width, packed.tiles * packed.slots, shared.room,
+    )  # fmt: skip
+    add_statistics_of_parts(
+        add_statistics_of_parts.blocks(rows), shared.counts, row_counts, row_sums,
+        packed.row_nonzeros, packed.row_absolute_sums, rows, parts,
+    )  # fmt: skip
+    hidden_map = TensorMap(hidden, TOKENS)
+    sum_neurons(False)(
+        _blocks(x), hidden_map, hidden_map, maps, down_weight, down_weight, shared.neurons,
+        shared.order, y, rows, width, shared.room,
+    )  # fmt: skip
+
+
+def backward_shared(
+    dy: DeviceArray,
+    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    packed: DeviceActivations,
+    shared: SharedNeurons,
+    l1_scale: DeviceArray,
+    entry_places: DeviceArray,
+    coefficients: tuple[DeviceArray, ...],
+    dx: DeviceArray,
+) -> None:
+    """Compute dx of rows of shared blocks, and h, dg and du of their entries."""
+    rows, width = dy.shape
+    d_pattern, d_up = panels_of(shared, dy), panels_of(shared, dy)
+    maps = empty((_blocks(dy), 2 * WORDS), np.int64, dy.stream)
+    multiply_tokens_backward(
+        _blocks(dy), TensorMap(dy, TOKENS), maps, weights[2], shared.neurons, shared.items,
+        shared.entries, shared.starts, packed.up_values, entry_places, l1_scale, d_pattern, d_up,
+        *coefficients, rows, width, packed.tiles * packed.slots, shared.room,
+    )  # fmt: skip
+    sum_neurons(True)(
+        _blocks(dy), TensorMap(d_pattern, TOKENS), TensorMap(d_up, TOKENS), maps, weights[0],
+        weights[1], shared.neurons, shared.order, dx, rows, width, shared.room,
+    )  # fmt: skip
