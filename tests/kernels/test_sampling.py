@@ -45,6 +45,15 @@ def test_logits_far_below_the_largest(rng):
         np.testing.assert_array_equal(cpu.sample_token(logits, uniform), expected)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1.0, 1e305, 1.7e308])
+def test_logits_that_are_as_good_as_equal(temperature):
+    """By how little they differ, nothing can be divided."""
+    for logits in ([0.0, -5e-324, -1e-310], [-1.0, 0.0, -5.0]):
+        for number in (0.1, 0.5, 0.9):
+            given = np.array([logits]), np.array([number]), temperature
+            np.testing.assert_array_equal(cpu.sample_token(*given), reference.sample_token(*given))
+
+
 def test_min_p_keeps_what_has_a_fraction_of_the_largest_probability():
     logits = np.log([[0.5, 0.2, 0.26, 0.04]])
     drawn = {

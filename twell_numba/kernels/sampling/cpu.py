@@ -19,6 +19,7 @@ BUCKETS = 1024
 # The span of the buckets: what is further below the largest logit has no weight to speak of, and
 # shares the last one.
 SPAN = 64.0
+SMALLEST_SPAN = 1e-300
 # Fewest logits worth a thread of their own (100 us of work).
 GRAIN = 20_000
 
@@ -97,8 +98,8 @@ def _draw(logits, scaled, weights, uniform, top_k, top_p, min_p):
             mass += weights[v]
             enough += weights[v] >= min_p
             span = max(span, -scaled[v])
-    span = min(span, SPAN)
-    scale = BUCKETS / span if span > 0 else 0.0
+    # Where the quotient would be infinite, all logits are as good as equal and share a bucket.
+    scale = BUCKETS / min(span, SPAN) if span > SMALLEST_SPAN else 0.0
     bucket_of = np.empty(weights.size, np.int16)
     counts, masses = np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS)
     for v in range(weights.size):
