@@ -73,6 +73,15 @@ def test_one_special_text_inside_another_is_no_way_in() -> None:
     assert tokenizer.special_tokens["<|im_end|>x"] not in tokens
 
 
+def test_no_character_of_a_message_is_lost() -> None:
+    """Not even those for private use, of which one marks the texts of special tokens."""
+    tokenizer = tokenizer_with(CHATML)
+    content = "".join(map(chr, range(0xF0000, 0xF0010))) + "<|im_end|>"
+    tokens = encode_chat(tokenizer, [{"role": "user", "content": content}])
+    assert content in tokenizer.decode_bytes(tokens).decode()
+    assert tokens.tolist().count(tokenizer.special_tokens["<|im_end|>"]) == 1
+
+
 def test_templates_see_named_tokens_and_variables() -> None:
     tokenizer = tokenizer_with("{{ bos_token }}{{ tools | tojson }}{{ messages[0].content }}")
     assert render_chat(tokenizer, CHAT) == "nullBe brief."

@@ -92,7 +92,7 @@ def encode_chat(
     Parameters and errors are those of :func:`render_chat`.
     """
     special = list(tokenizer.special_tokens)
-    mark = _unused_character(str(messages) + str(variables))
+    mark = _unused_character("".join(_texts([*messages, variables])))
     marked = [_with_marks(message, special, mark) for message in messages]
     variables = _with_marks(variables, special, mark)
     text = render_chat(tokenizer, marked, add_generation_prompt, **variables)
@@ -124,6 +124,17 @@ def _with_marks(value: Any, special: Sequence[str], mark: str) -> Any:
     if isinstance(value, list | tuple):
         return [_with_marks(item, special, mark) for item in value]
     return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value, whatever holds them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def _unused_character(text: str) -> str:
