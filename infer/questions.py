@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twell_numba.errors import TwellError
-from twell_numba.models.config import shown
+from twell_numba.errors import TwellError, shown
 from twell_numba.models.reading import unreadable
 
 _CONTEXT_NAMES = ("context", "question")

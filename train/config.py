@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.config import ACTIVATIONS, ModelConfig, shown
+from twell_numba.errors import TwellError, UsageError, shown
+from twell_numba.models.config import ACTIVATIONS, ModelConfig
 from twell_numba.train.presets import PRESETS
 
 DEFAULT_PRESET = "tiny"

@@ -5,6 +5,8 @@ prints it without a traceback and exits with ``exit_code``; a program that uses 
 catch :class:`TwellError`.
 """
 
+from typing import Any
+
 
 class TwellError(Exception):
     """Something the user asked for cannot be done (exit code 1)."""
@@ -16,3 +18,13 @@ class UsageError(TwellError):
     """The request itself is wrong: an unknown name, key, value or combination (exit code 2)."""
 
     exit_code = 2
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: cut off where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes out no whole number of thousands of digits, and nothing nested too deeply.
+        return f"a value of type {type(value).__name__} too large to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -47,6 +47,8 @@ def test_a_right_config_passes() -> None:
         ("rope_scaling", RopeScaling("linear", float("nan")), "factor nan given, above 0"),
         ("rope_scaling", RopeScaling("llama3", 8.0, 4.0, 4.0), "the second has to be larger"),
         ("rope_scaling", RopeScaling("llama3", 8.0, original_context=0), "original_context 0"),
+        ("rope_scaling", RopeScaling("linear", 10**400), "factor 1000.* at most 1e\\+06 wanted"),
+        ("rope_scaling", RopeScaling("llama3", 8, original_context=10**400), "from 1 to 16777216"),
         ("norm_eps", 0.0, "norm_eps=0.0 given, a number from 1e-30 to 1 wanted"),
         ("norm_eps", 1.5, "norm_eps=1.5"),
         ("norm_eps", float("inf"), "norm_eps=inf"),
@@ -77,6 +79,8 @@ def test_sparse_weights_are_for_relu_alone() -> None:
 def test_a_number_that_python_does_not_write_out_is_one_line() -> None:
     with pytest.raises(UsageError, match="context_length=a value of type int too large to show"):
         replace(CONFIG, context_length=10**5000).validate()
+    with pytest.raises(UsageError, match="factor a value of type int too large to show"):
+        replace(CONFIG, rope_scaling=RopeScaling("linear", 10**5000)).validate()
 
 
 @pytest.mark.parametrize(

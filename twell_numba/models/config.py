@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from twell_numba.errors import UsageError
+from twell_numba.errors import UsageError, shown
 from twell_numba.models.rope_scaling import RopeScaling
 
 FFN_KINDS = ("gated", "two_matrix")
@@ -219,13 +218,3 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Return how many weights there are, zeros among them; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it: cut off where it is long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        # Python writes out no whole number of thousands of digits, and nothing nested too deeply.
-        return f"a value of type {type(value).__name__} too large to show"
-    return text if len(text) <= 80 else f"{text[:77]}..."

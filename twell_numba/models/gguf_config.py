@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from twell_numba.errors import TwellError, UsageError
-from twell_numba.models.config import ModelConfig, shown
+from twell_numba.errors import TwellError, UsageError, shown
+from twell_numba.models.config import ModelConfig
 from twell_numba.models.gguf_file import GGUFFile
 from twell_numba.models.gguf_names import (
     ARCHITECTURES,

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.errors import TwellError
-from twell_numba.models.config import shown
+from twell_numba.errors import TwellError, shown
 from twell_numba.models.gguf_types import TensorType, tensor_type
 from twell_numba.models.reading import is_file, unreadable
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import DTypeLike
 
-from twell_numba.errors import TwellError
-from twell_numba.models.config import ModelConfig, shown
+from twell_numba.errors import TwellError, shown
+from twell_numba.models.config import ModelConfig
 from twell_numba.models.gguf_config import config_of
 from twell_numba.models.gguf_file import GGUFFile, open_gguf
 from twell_numba.models.gguf_names import (

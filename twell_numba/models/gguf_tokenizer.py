@@ -19,9 +19,8 @@ from tokenizers import (
     processors,
 )
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, shown
 from twell_numba.models.bpe_tokenizer import BPETokenizer
-from twell_numba.models.config import shown
 from twell_numba.models.gguf_file import GGUFFile
 from twell_numba.models.pre_tokenizers import WORD_SPLITS
 from twell_numba.models.token_bytes import METASPACE

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.errors import TwellError
-from twell_numba.models.config import ACTIVATIONS, ModelConfig, shown
+from twell_numba.errors import TwellError, shown
+from twell_numba.models.config import ACTIVATIONS, ModelConfig
 from twell_numba.models.rope_scaling import RopeScaling
 
 # Other tools would open a two-matrix model named "llama" with a gate of random numbers, and one

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twell_numba.errors import UsageError
+from twell_numba.errors import UsageError, shown
 
 KINDS = ("linear", "llama3")
+# Far beyond any model there is.
+LARGEST_FACTOR = 1e6
+LARGEST_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,19 @@ class RopeScaling:
         """
         if self.kind not in KINDS:
             raise UsageError(
-                f"rotary scaling of kind {self.kind!r} given, one of {', '.join(KINDS)} wanted"
+                f"rotary scaling of kind {shown(self.kind)} given, one of {', '.join(KINDS)} wanted"
             )
         for name in ("factor", "low_frequency_factor", "high_frequency_factor"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UsageError(f"rotary scaling with {name} {value!r} given, a number wanted")
-            if not 0 < value < math.inf:
-                raise UsageError(f"rotary scaling with {name} {value!r} given, above 0 wanted")
+                raise UsageError(
+                    f"rotary scaling with {name} {shown(value)} given, a number wanted"
+                )
+            if not 0 < value <= LARGEST_FACTOR:
+                raise UsageError(
+                    f"rotary scaling with {name} {shown(value)} given, above 0 and at most "
+                    f"{LARGEST_FACTOR:g} wanted"
+                )
         if self.factor < 1:
             raise UsageError(f"rotary scaling with factor {self.factor!r} given, at least 1 wanted")
         if self.kind == "llama3" and self.low_frequency_factor >= self.high_frequency_factor:
@@ -62,10 +70,11 @@ class RopeScaling:
                 f"be larger"
             )
         context = self.original_context
-        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        is_whole = isinstance(context, int) and not isinstance(context, bool)
+        if not is_whole or not 1 <= context <= LARGEST_CONTEXT:
             raise UsageError(
-                f"rotary scaling with original_context {context!r} given, a whole number of at "
-                f"least 1 wanted"
+                f"rotary scaling with original_context {shown(context)} given, a whole number "
+                f"from 1 to {LARGEST_CONTEXT} wanted"
             )
 
     def divisors(self, head_width: int, base: float) -> np.ndarray:

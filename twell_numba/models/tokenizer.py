@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, shown
 from twell_numba.models.bpe_tokenizer import FILE_NAME, BPETokenizer, valid_unicode
-from twell_numba.models.config import shown
 from twell_numba.models.reading import is_file, is_gguf, unreadable
 from twell_numba.models.token_bytes import byte_alphabet
 from twell_numba.models.tokenizer_settings import TokenizerSettings, read_settings

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from twell_numba.atomic import write_file_atomically
-from twell_numba.errors import TwellError
-from twell_numba.models.config import shown
+from twell_numba.errors import TwellError, shown
 from twell_numba.models.reading import is_file, unreadable
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
