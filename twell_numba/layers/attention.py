@@ -101,9 +101,9 @@ class Attention:
         batch : int
         cos, sin : array, shape (S, head width / 2)
             Of the positions of these tokens, from ``rotary_tables``.
-        cache : object with ``append``, optional
-            Earlier keys and values, to be attended to as well. The new ones are appended. There is
-            no backward pass then: None is returned for it.
+        cache : KeyValueStore, optional
+            Earlier keys and values, to be attended to as well. It takes the new ones. There is no
+            backward pass then: None is returned for it.
         """
         tokens = x.shape[0]
         if batch < 1 or tokens % batch:

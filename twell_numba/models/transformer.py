@@ -347,11 +347,11 @@ class Transformer:
     def rotary(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of positions (S,), each (S, head width / 2), on the CPU."""
         needed = int(positions.max(initial=-1)) + 1
-        if needed > len(self._rotary[0]):
-            # Twice as many as before, so that a growing text seldom needs new ones.
-            longest = max(needed, 2 * len(self._rotary[0]), SHORTEST_ROTARY_TABLE)
-            self._rotary = self._rotary_tables(np.arange(longest), self.dtype)
         cos, sin = self._rotary
+        if needed > len(cos):
+            # Twice as many as before, so that a growing text seldom needs new ones.
+            longest = max(needed, 2 * len(cos), SHORTEST_ROTARY_TABLE)
+            cos, sin = self._rotary = self._rotary_tables(np.arange(longest), self.dtype)
         return cos[positions], sin[positions]
 
     def _rotary_tables(self, positions: np.ndarray, dtype: DTypeLike) -> Any:

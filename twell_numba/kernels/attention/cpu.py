@@ -267,6 +267,7 @@ def load_transposed(source, factor, columns):
 
 @jit
 def round_up(count):
+    """Return the multiple of 4 from count on, as many rows as the products take at a time."""
     return (count + 3) // 4 * 4
 
 
