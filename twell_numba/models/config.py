@@ -169,7 +169,7 @@ class ModelConfig:
         if isinstance(width, bool) or not isinstance(width, int) or width < 2 or width % 2:
             raise UsageError(f"head_dim={shown(width)} given, an even whole number wanted")
         if width > LARGEST["d_model"]:
-            raise UsageError(f"head_dim={width} given, at most {LARGEST['d_model']} wanted")
+            raise UsageError(f"head_dim={shown(width)} given, at most {LARGEST['d_model']} wanted")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's shape in memory by its checkpoint name, in the model's order.

@@ -24,6 +24,8 @@ WEIGHT_FORMAT_KEY = "ffn_weight_format"
 QWEN2 = "qwen2"
 MISTRAL = "mistral"
 OUTPUT_BIAS_KEY = "attention_output_bias"
+# What transformers takes where a Mistral's config.json says nothing.
+MISTRAL_WINDOW = 4096
 PUBLISHED_SPARSE_PREFIX = "sparsity_"
 ACTIVATION_NAMES = {"swish": "silu", **{name: name for name in ACTIVATIONS}}
 
@@ -158,19 +160,21 @@ def _refuse_what_is_not_computed(content: Mapping[str, Any]) -> None:
             "GGUF file of it"
         )
     context = content.get("max_position_embeddings")
-    window = content.get("sliding_window")
-    uses_window = content.get("use_sliding_window", content.get("model_type") == MISTRAL)
+    is_mistral = content.get("model_type") == MISTRAL
+    window = content.get("sliding_window", MISTRAL_WINDOW if is_mistral else None)
+    uses_window = content.get("use_sliding_window", is_mistral)
     reaches = isinstance(window, int) and isinstance(context, int) and window >= context
     if uses_window and window is not None and not reaches:
         raise TwellError(
             f"sliding_window {shown(window)} given, attention to all of the context wanted: a "
             f"window is not supported"
         )
-    if content.get("partial_rotary_factor", 1.0) != 1.0:
-        raise TwellError(
-            f"partial_rotary_factor {shown(content['partial_rotary_factor'])} given, 1 wanted: "
-            f"heads of which only a part is turned are not supported"
-        )
+    for holder in (content, _rope(content)):
+        if holder.get("partial_rotary_factor", 1.0) != 1.0:
+            raise TwellError(
+                f"partial_rotary_factor {shown(holder['partial_rotary_factor'])} given, 1 wanted: "
+                f"heads of which only a part is turned are not supported"
+            )
 
 
 def _head_dim(content: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
