@@ -27,9 +27,8 @@ from twell_numba.models.checkpoint import (
     save_model,
 )
 from twell_numba.models.config import ModelConfig
-from twell_numba.models.gguf_file import SUFFIX
 from twell_numba.models.gguf_writer import write_gguf
-from twell_numba.models.reading import exists, is_folder, is_gguf, unreadable
+from twell_numba.models.reading import GGUF_SUFFIX, exists, is_folder, is_gguf, unreadable
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 
@@ -157,7 +156,7 @@ def convert(
         If what is wanted does not fit together, or the model, or cannot be read or written: one
         line; nothing has then been written.
     """
-    to_gguf = Path(destination).suffix.lower() == SUFFIX
+    to_gguf = Path(destination).suffix.lower() == GGUF_SUFFIX
     conversion.validate(from_gguf=is_gguf(source), to_gguf=to_gguf)
     if conversion.remove_dead and read_windows is None:
         raise UsageError("--remove-dead given without --data, the text that neurons may fire for")
@@ -297,7 +296,7 @@ def _require_new(given: str | os.PathLike[str], checkpoint: Path) -> None:
         )
     if not exists(destination):
         return
-    is_file = destination.suffix.lower() == SUFFIX
+    is_file = destination.suffix.lower() == GGUF_SUFFIX
     try:
         is_empty = not is_file and is_folder(destination) and not any(destination.iterdir())
     except OSError as error:

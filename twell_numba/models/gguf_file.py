@@ -21,10 +21,8 @@ import numpy as np
 
 from twell_numba.errors import TwellError, shown
 from twell_numba.models.gguf_types import TensorType, tensor_type
-from twell_numba.models.reading import is_file, unreadable
+from twell_numba.models.reading import GGUF_MAGIC, is_file, unreadable
 
-SUFFIX = ".gguf"
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 # Far beyond any model there is.
@@ -150,7 +148,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if file.read(len(MAGIC)) != MAGIC:
+            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
                 raise TwellError(f"{path} is not a GGUF file: give another, or fetch it again")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _read_header(path, content, size)
@@ -213,7 +211,7 @@ class _Cursor:
 
 
 def _read_header(path: Path, content: mmap.mmap, size: int) -> GGUFFile:
-    cursor = _Cursor(content, size, len(MAGIC))
+    cursor = _Cursor(content, size, len(GGUF_MAGIC))
     version = cursor.integer("<I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")

@@ -8,6 +8,7 @@ from pathlib import Path
 from twell_numba.errors import TwellError
 
 GGUF_MAGIC = b"GGUF"
+GGUF_SUFFIX = ".gguf"
 _GET_PERMISSION = "get permission to read it and to enter its folders"
 _CHECK_PATH = "check the path"
 _ADVICE = {
@@ -75,7 +76,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
     path = Path(path)
     if not is_file(path):
         return False
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == GGUF_SUFFIX:
         return True
     try:
         with path.open("rb") as file:
