@@ -228,7 +228,7 @@ def _plan(number: int, question: EncodedQuestion) -> _Plan:
     prefix, choices = question.prefix, question.choices
     shared = (len(prefix) - 1) // PAGE_SIZE * PAGE_SIZE  # only whole pages can be shared
     sequences: list[_Sequence] = []
-    for choice in sorted(range(len(choices)), key=lambda number: -len(choices[number])):
+    for choice in sorted(range(len(choices)), key=lambda index: -len(choices[index])):
         targets = choices[choice]
         tokens = np.concatenate([prefix[shared:], targets[:-1]])
         scored = _Scored(choice, len(prefix) - 1 - shared, targets)
