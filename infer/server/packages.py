@@ -1,4 +1,4 @@
-"""What the server needs beside a base install; imported in ``app``, ``gate`` and ``run`` only."""
+"""What the server needs beside a base install; see the package for where it is imported."""
 
 import importlib
 

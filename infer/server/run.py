@@ -10,6 +10,7 @@ import uvicorn
 
 from twell_numba.errors import UsageError
 from twell_numba.infer.server.app import Limits, build_app
+from twell_numba.infer.server.connection import Connection
 from twell_numba.infer.server.service import Service
 from twell_numba.infer.server.worker import EngineWorker
 
@@ -105,7 +106,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,
