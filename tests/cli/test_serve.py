@@ -50,6 +50,7 @@ def error_line(result: Result, code: int) -> str:
         ("--timeout", "inf"),
         ("--max-sequences", 0),
         ("--cache-tokens", 0),
+        ("--cache-tokens", 10**20),
         ("--chat-tokens", 0),
         ("--queue", -1),
         ("--max-request-bytes", 0),

@@ -49,7 +49,7 @@ from twell_numba.errors import UsageError
 )
 @click.option(
     "--cache-tokens",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 2**31 - 1),
     metavar="N",
     help="How many tokens of these texts, with their prompts, are kept at once; by default what "
     "--max-sequences texts as long as the context need, but no more than 1 GiB.",
