@@ -112,16 +112,16 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """A program in a terminal of its own; its stdout can be a pipe."""
 
-    def __init__(self, *command: object) -> None:
+    def __init__(self, *command: object, stdout: int | None = None) -> None:
         import pty
 
         self._own, other = pty.openpty()
         self.process = subprocess.Popen(
             [str(part) for part in command],
             stdin=other,
-            stdout=other,
+            stdout=other if stdout is None else stdout,
             stderr=other,
             env={**os.environ, "TERM": "dumb"},
         )
@@ -175,6 +175,23 @@ def test_in_a_terminal_answers_stream_and_ctrl_c_stops_them(folders: Path) -> No
         terminal.type("/reset\n")
         terminal.read_until("> ")
         terminal.type("\x04")
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals are POSIX's here")
+def test_answers_to_a_terminal_can_go_to_a_file_alone(folders: Path) -> None:
+    command = (sys.executable, "-m", "twell_numba", "chat", folders / "short", *SHORT)
+    terminal = Terminal(*command, stdout=subprocess.PIPE)
+    try:
+        for line in ("Hello\n", "Again\n", "\x04"):
+            terminal.read_until("> ")
+            terminal.type(line)
+        assert terminal.process.stdout is not None
+        with terminal.process.stdout as stdout:
+            answers = stdout.read().decode()
+        assert answers == chat(folders / "short", "Hello\nAgain\n", *SHORT).stdout
         assert terminal.process.wait(20) == 0
     finally:
         terminal.close()

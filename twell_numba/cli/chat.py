@@ -128,9 +128,9 @@ def _talk(conversation: "Conversation") -> None:
 def _typed_messages() -> Iterator[str]:
     while True:
         try:
-            message = input("> ").strip()
+            message = _typed_line().strip()
         except EOFError:
-            click.echo()
+            note("")
             return
         except KeyboardInterrupt:
             note("\n(/exit or Ctrl-D ends)")
@@ -142,6 +142,14 @@ def _typed_messages() -> Iterator[str]:
             return
         if message:
             yield message
+
+
+def _typed_line() -> str:
+    if sys.stdout.isatty():
+        return input("> ")
+    # Answers alone go to a file.
+    click.echo("> ", nl=False, err=True)
+    return input()
 
 
 @contextmanager
