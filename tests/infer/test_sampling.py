@@ -97,11 +97,6 @@ def test_diverged_logits_are_refused(bad: float, temperature: float) -> None:
         sample(logits, np.random.default_rng(0), temperature=temperature)
 
 
-def test_nothing_allowed_is_refused() -> None:
-    with pytest.raises(TwellError):
-        sample(np.full(3, -np.inf), np.random.default_rng(0))
-
-
 def test_min_p() -> None:
     assert draw(4000, min_p=0.6) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
     assert draw(5, min_p=1.0).tolist() == [0, 1, 0, 0]
