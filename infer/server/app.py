@@ -140,8 +140,9 @@ class Endpoints:
         def prepared(content: dict[str, Any]) -> tuple[C, EngineCalls, Answer]:
             call = parse(content)
             self._service.check_model(call.model)
-            # A small body can ask for so many that to prepare them takes all memory.
-            self._worker.require_possible(call.text_count)
+            # Refused before its prompts are prepared: a small body can ask for so many that they
+            # take all memory, and a full queue is no time for long prompts.
+            self._worker.require_room(call.text_count)
             return call, *prepare(call)
 
         deadline = asyncio.get_running_loop().time() + self._limits.seconds

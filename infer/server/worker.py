@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and what it hands to the event loop.
 
-Only the worker's thread calls ``Engine.step``; all else here happens in the event loop's thread.
-Pieces cross over in one batch a step, however many requests run.
+Only the worker's thread calls ``Engine.step``; all else that changes something happens in the event
+loop's thread. Pieces cross over in one batch a step, however many requests run.
 """
 
 import asyncio
@@ -152,11 +152,26 @@ class EngineWorker:
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
-    def require_possible(self, count: int) -> None:
-        """Raise ApiError 400 if so many requests can never be here at once."""
+    def require_room(self, count: int) -> None:
+        """Check that so many requests would be taken now; may be called from any thread.
+
+        Raises
+        ------
+        ApiError
+            429 if too many are here, 400 if so many can never be, 503 at the end.
+        """
+        if not self.is_alive:
+            raise ApiError(503, "the server is ending")
         if count > self._most_requests:
             most = self._most_requests
             raise invalid(f"a call for {count} texts given, at most {most} wanted", "n")
+        if len(self._live) + count > self._most_requests:
+            raise ApiError(
+                429,
+                f"the queue of {self._most_requests} requests is full, try again later",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
 
     def submit(self, prompts: Sequence[tuple[np.ndarray, GenerationSettings]]) -> Job:
         """Take the requests of a call: all, or none of them.
@@ -164,18 +179,9 @@ class EngineWorker:
         Raises
         ------
         ApiError
-            429 if too many requests are here, 400 if one of these can never run, 503 at the end.
+            As :meth:`require_room`, and 400 if one of these can never run.
         """
-        if not self.is_alive:
-            raise ApiError(503, "the server is ending")
-        self.require_possible(len(prompts))
-        if len(self._live) + len(prompts) > self._most_requests:
-            raise ApiError(
-                429,
-                f"the queue of {self._most_requests} requests is full, try again later",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
-            )
+        self.require_room(len(prompts))
         job = Job(len(prompts))
         try:
             for index, (tokens, settings) in enumerate(prompts):
