@@ -78,7 +78,9 @@ def evaluate(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure the model in RUN, a run folder or a checkpoint, on held-out text and on tasks.
+    """Measure the model in RUN on held-out text and on tasks.
+
+    RUN is a run folder, a checkpoint, a Hugging Face model's folder or a GGUF file.
 
     A line of a task: {"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}; the choice that
     the model finds likeliest is its answer.

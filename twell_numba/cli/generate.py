@@ -72,7 +72,9 @@ def generate(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Stream text from the model in RUN, a run folder or a checkpoint.
+    """Stream text from the model in RUN.
+
+    RUN is a run folder, a checkpoint, a Hugging Face model's folder or a GGUF file.
 
     The prompt and its continuation go to stdout, notes to stderr. On a terminal, control characters
     are written out, as in \\x1b; a file or a pipe gets the text as it is.

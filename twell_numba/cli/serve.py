@@ -39,7 +39,9 @@ from twell_numba.errors import UsageError
     show_envvar=True,
     help="What clients must send; better in the environment, where other users do not see it.",
 )
-@click.option("--model-name", metavar="NAME", help="What clients call the model; RUN's name.")
+@click.option(
+    "--model-name", metavar="NAME", help="What clients call the model; RUN's name if not given."
+)
 @click.option(
     "--max-sequences",
     type=click.IntRange(1),
