@@ -272,6 +272,12 @@ def test_text_goes_on_from_the_prompt_and_the_seed_decides(run: Path) -> None:
     )
 
 
+def test_a_setting_out_of_range_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    options = ("--prompt", "x", "--top-k", 10**30)
+    line = error_line(invoke("generate", tmp_path / "no model", *options), 2)
+    assert "top-k 1000000000000000000000000000000 given, 0 to 2147483647 wanted" in line
+
+
 def test_weights_can_be_held_as_8_bit_floats(run: Path) -> None:
     losses = []
     for options in ([], ["--float8"], ["--float8", "--ffn-path", "twell"]):

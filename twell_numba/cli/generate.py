@@ -88,16 +88,11 @@ def generate(
     if prompt == "-":
         prompt = _read_prompt()
     from twell_numba.infer.generate import generate as generate_text
+    from twell_numba.infer.request import GenerationSettings
     from twell_numba.models.tokenizer import valid_unicode
 
     prompt = valid_unicode(prompt)
-    model, tokenizer = load_noting(
-        run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
-    )
-    generation = generate_text(
-        model,
-        tokenizer,
-        prompt,
+    settings = GenerationSettings(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -109,6 +104,11 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
+    settings.validate()  # before the model is read
+    model, tokenizer = load_noting(
+        run, dtype=dtype, ffn_path=ffn_path, device=device, float8=float8
+    )
+    generation = generate_text(model, tokenizer, prompt, **vars(settings))
     if as_json:
         text = "".join(generation)
         result: dict[str, Any] = {
