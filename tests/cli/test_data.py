@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from click.testing import CliRunner, Result
 
 from twell_numba.cli import twell
@@ -68,6 +69,16 @@ def test_a_vocabulary_far_too_large_is_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert "--bpe-vocab-size" in line
+    assert not destination.exists()
+
+
+@pytest.mark.parametrize("option", [("--tokenizer", "byte"), ("--bpe-vocab-size", 300)])
+def test_two_tokenizers_are_refused(tmp_path: Path, option: tuple[str, object]) -> None:
+    destination = tmp_path / "x.bin"
+    options = (*option, "--tokenizer-of", tmp_path / "model")
+    result = invoke("prepare", write_text(tmp_path), destination, *options)
+    assert result.exit_code == 2
+    assert f"{option[0]} {option[1]} given with --tokenizer-of" in result.stderr
     assert not destination.exists()
 
 

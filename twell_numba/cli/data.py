@@ -8,6 +8,7 @@ import click
 
 from twell_numba.cli.options import common_options, json_option
 from twell_numba.cli.text import bytes_text, print_table
+from twell_numba.errors import UsageError
 
 
 @click.group("data", context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,16 +29,12 @@ def data() -> None:
 @click.option(
     "--tokenizer",
     type=click.Choice(["byte", "bpe"]),
-    default="byte",
-    show_default=True,
-    help="One token a byte, or byte-pair encoding trained on SRC.",
+    help="One token a byte, or byte-pair encoding trained on SRC; byte if not given.",
 )
 @click.option(
     "--bpe-vocab-size",
     type=click.IntRange(257, 2**20),
-    default=4096,
-    show_default=True,
-    help="Token ids of a bpe tokenizer.",
+    help="Token ids of a bpe tokenizer; 4096 if not given.",
 )
 @click.option(
     "--tokenizer-of",
@@ -50,8 +47,8 @@ def data() -> None:
 def prepare(
     source: str,
     destination: str,
-    tokenizer: str,
-    bpe_vocab_size: int,
+    tokenizer: str | None,
+    bpe_vocab_size: int | None,
     model: str | None,
     as_json: bool,
 ) -> None:
@@ -64,14 +61,19 @@ def prepare(
       twell data prepare stdlib stdlib.bin --tokenizer bpe
       twell data prepare my-texts/ my-texts.bin --tokenizer-of models/SmolLM2-135M
     """
+    for option, value in (("--tokenizer", tokenizer), ("--bpe-vocab-size", bpe_vocab_size)):
+        if model is not None and value is not None:
+            raise UsageError(
+                f"{option} {value} given with --tokenizer-of {model}, one of them wanted"
+            )
     from twell_numba.train import prepared
 
     _print_description(
         prepared.prepare(
             source,
             destination,
-            tokenizer=tokenizer,
-            bpe_vocab_size=bpe_vocab_size,
+            tokenizer=tokenizer or "byte",
+            bpe_vocab_size=bpe_vocab_size or 4096,
             model=model,
         ),
         as_json,
