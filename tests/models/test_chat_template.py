@@ -173,6 +173,13 @@ DOUBLED = (
         DOUBLED.replace("X", "ns.s + ns.s"),
         DOUBLED.replace("X", "ns.s.replace('a', 'aa')"),
         DOUBLED.replace("X", "[ns.s, ns.s] | join"),
+        "{% set x = 'x' * 10 ** 7 %}" + LOOP + "{% set y = x ~ i %}{% endfor %}",
+        "{{ ('x' * 10 ** 6).replace('x', 'y' * 10 ** 5) }}",
+        "{{ ('x' * 10 ** 6) | replace('x', 'y' * 10 ** 5) }}",
+        "{{ ([1] * 10 ** 6) | join('y' * 10 ** 5) }}",
+        "{{ ('y' * 10 ** 5).join(['x'] * 10 ** 6) }}",
+        "{{ ('x' * 10 ** 6).translate({120: 'y' * 10 ** 5}) }}",
+        "{{ ('\t' * 10 ** 6).expandtabs(10 ** 5) }}",
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped(template: str) -> None:
@@ -180,6 +187,13 @@ def test_a_template_that_takes_too_much_is_stopped(template: str) -> None:
     with pytest.raises(TwellError, match="chat template does not take these messages"):
         render_chat(tokenizer_with(template), CHAT)
     assert time.monotonic() - start < 20
+
+
+def test_a_template_of_few_long_steps_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twell_numba.models.template_sandbox.MOST_SECONDS", 0.2)
+    template = "{% set x = 'x' * 10 ** 7 %}" + LOOP + "{% if 'xy' in x %}{% endif %}{% endfor %}"
+    with pytest.raises(TwellError, match=r"it takes more than 0\.2 seconds"):
+        render_chat(tokenizer_with(template), CHAT)
 
 
 def test_a_long_conversation_is_no_harm() -> None:

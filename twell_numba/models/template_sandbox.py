@@ -1,18 +1,23 @@
-"""A Jinja environment in which a chat template, a stranger's program, can do no harm.
+"""A Jinja environment for chat templates, which are strangers' programs.
 
 Jinja's own sandbox keeps a template from Python's internals and from changing what it is given.
-This one also bounds what a template may take: how many steps it runs and how long its texts grow.
+This one also bounds what a template may take: how many steps it runs and for how long, how long its
+texts grow and how much text it makes in all. Not bounded is what one operation takes on values that
+are nested in each other dozens of times.
+
 The rest is as Hugging Face's transformers has it, for which chat templates are written. This is the
 one place that uses jinja2, an optional package; import it inside functions only.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, wraps
 from itertools import islice
+from time import monotonic
 from typing import Any
 
 from jinja2 import Template, TemplateRuntimeError, nodes
@@ -22,13 +27,26 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Far more than a conversation needs: each item of a loop, each call and each filter is a step.
+# Far more than a conversation needs: each item of a loop, each call and each filter is a step, and
+# so is the making of so many characters.
 MOST_STEPS = 300_000
+CHARACTERS_A_STEP = 1024
+MOST_SECONDS = 10.0
 LONGEST_TEXT = 1 << 24
 LARGEST_WIDTH = 1_000_000
 LARGEST_POWER_BITS = 4096
+# Functions that write one of their arguments once for each part of another, and how often at most.
+_MULTIPLYING = {"expandtabs", "indent", "join", "replace", "translate"}
+LARGEST_PRODUCT = 1 << 28
 
-_steps_left: ContextVar[list[int]] = ContextVar("steps_left")
+
+@dataclass
+class _Budget:
+    steps: int
+    ends_at: float
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def render(text: str, variables: dict[str, Any]) -> str:
@@ -39,7 +57,7 @@ def render(text: str, variables: dict[str, Any]) -> str:
     Exception
         Whatever the template runs into: a fault of its own, of what it is given, or a bound.
     """
-    token = _steps_left.set([MOST_STEPS])
+    token = _budget.set(_Budget(MOST_STEPS, monotonic() + MOST_SECONDS))
     try:
         pieces, length = [], 0
         for piece in _compiled(text).generate(variables):
@@ -49,7 +67,7 @@ def render(text: str, variables: dict[str, Any]) -> str:
                 raise TemplateRuntimeError(f"it writes more than {LONGEST_TEXT} characters")
         return "".join(pieces)
     finally:
-        _steps_left.reset(token)
+        _budget.reset(token)
 
 
 @lru_cache(maxsize=16)
@@ -96,8 +114,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, called: Any, /, *arguments: Any, **named: Any) -> Any:
         _take_steps(1)
-        if isinstance(getattr(called, "__self__", None), str):
+        text = getattr(called, "__self__", None)
+        if isinstance(text, str):
             _check_widths(arguments, named)
+            _check_product(called.__name__, (text, *arguments, *named.values()))
         return _of_bounded_length(super().call(context, called, *arguments, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -113,22 +133,33 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _take_steps(count: int) -> None:
-    steps_left = _steps_left.get()
-    steps_left[0] -= count
-    if steps_left[0] < 0:
+    budget = _budget.get()
+    budget.steps -= count
+    if budget.steps < 0:
         raise TemplateRuntimeError(f"it takes more than {MOST_STEPS} steps")
+    if monotonic() > budget.ends_at:
+        raise TemplateRuntimeError(f"it takes more than {MOST_SECONDS:g} seconds")
 
 
 def _items_within_bounds(items: Iterable[Any]) -> list[Any]:
-    """Return what a loop goes over, counted as that many steps."""
-    listed = list(islice(items, MOST_STEPS + 1))
-    _take_steps(len(listed))
-    return listed
+    """Return what a loop goes over; each item is a step when its turn comes."""
+    return _Items(islice(items, MOST_STEPS + 1))
+
+
+class _Items(list[Any]):
+    """A list, of which the template asks for the length too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            _take_steps(1)
+            yield item
 
 
 def _of_bounded_length(value: Any) -> Any:
-    if isinstance(value, str | list | tuple) and len(value) > LONGEST_TEXT:
-        raise TemplateRuntimeError(f"it makes a text of more than {LONGEST_TEXT} characters")
+    if isinstance(value, str | list | tuple):
+        if len(value) > LONGEST_TEXT:
+            raise TemplateRuntimeError(f"it makes a text of more than {LONGEST_TEXT} characters")
+        _take_steps(len(value) // CHARACTERS_A_STEP)
     return value
 
 
@@ -140,6 +171,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _take_steps(1)
         # the first that is no context or environment is the value, which may be any number
         _check_widths(arguments[1:], named)
+        _check_product(name, (*arguments, *named.values()))
         if name == "format":
             _check_format(arguments[0])
         return _of_bounded_length(function(*arguments, **named))
@@ -151,6 +183,24 @@ def _check_widths(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     for argument in (*arguments, *named.values()):
         if isinstance(argument, int) and argument > LARGEST_WIDTH:
             raise TemplateRuntimeError(f"it asks for a text of {argument} characters")
+
+
+def _check_product(name: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse what would be far too long before it is made."""
+    if name not in _MULTIPLYING:
+        return
+    *_, second, largest = sorted([1, 1, *map(_extent, arguments)])
+    if second * largest > LARGEST_PRODUCT:
+        raise TemplateRuntimeError("it makes a text that is too long")
+
+
+def _extent(value: Any) -> int:
+    """Return how long a text is that a value makes, or of how many parts it is."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, dict):
+        return sum(map(_extent, value.values()))
+    return len(value) if isinstance(value, str | list | tuple) else 1
 
 
 def _check_format(text: Any) -> None:
