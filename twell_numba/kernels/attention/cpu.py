@@ -271,6 +271,29 @@ def round_up(count):
     return (count + 3) // 4 * 4
 
 
+@jit(forceinline=True)
+def weigh(p, count, maximum, previous, normalizer, y_columns):
+    """Turn scores into weights, p[r, i] = exp(p[r, i] - maximum[i]), for r < count.
+
+    A new maximum of a column rescales what has been summed of it so far.
+    """
+    for i in range(BLOCK):
+        previous[i] = maximum[i]
+    for j in range(count):
+        for i in range(BLOCK):
+            maximum[i] = p[j, i] if p[j, i] > maximum[i] else maximum[i]
+    for i in range(BLOCK):
+        previous[i] = exponential(previous[i] - maximum[i])
+        normalizer[i] *= previous[i]
+    for d in range(y_columns.shape[0]):
+        for i in range(BLOCK):
+            y_columns[d, i] *= previous[i]
+    for j in range(count):
+        for i in range(BLOCK):
+            p[j, i] = exponential(p[j, i] - maximum[i])
+            normalizer[i] += p[j, i]
+
+
 @jit
 def _forward_by_block(q, k, v, y, log_sum_exp, start, stop):
     """Blocks of BLOCK queries; scores and weights are held transposed, a column a query."""
@@ -308,22 +331,7 @@ def _forward_by_block(q, k, v, y, log_sum_exp, start, stop):
             for j in range(max(0, seen_by_first - first_key), padded_count):
                 p[j, : min(BLOCK, first_key + j - seen_by_first + 1)] = -np.inf
 
-            # a new maximum rescales what has been summed so far
-            for i in range(BLOCK):
-                previous[i] = maximum[i]
-            for j in range(padded_count):
-                for i in range(BLOCK):
-                    maximum[i] = p[j, i] if p[j, i] > maximum[i] else maximum[i]
-            for i in range(BLOCK):
-                previous[i] = exponential(previous[i] - maximum[i])
-                normalizer[i] *= previous[i]
-            for d in range(padded_width):
-                for i in range(BLOCK):
-                    y_columns[d, i] *= previous[i]
-            for j in range(padded_count):
-                for i in range(BLOCK):
-                    p[j, i] = exponential(p[j, i] - maximum[i])
-                    normalizer[i] += p[j, i]
+            weigh(p, padded_count, maximum, previous, normalizer, y_columns)
             _load(v[b, first_key : first_key + key_count, g], number(1), rows)
             add_combinations(rows, p, padded_count, y_columns)
 

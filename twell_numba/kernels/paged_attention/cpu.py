@@ -33,6 +33,7 @@ from twell_numba.kernels.attention.cpu import (
     load_transposed,
     products,
     round_up,
+    weigh,
 )
 from twell_numba.kernels.checks import (
     float_inputs,
@@ -384,22 +385,7 @@ def _prefill(q, keys, values, tables, starts, lengths, sequence_of, first_of, y,
                 sees = (first // sharing + first_key + j - seen_by_first + 1) * sharing - first
                 p[j, : min(BLOCK, sees)] = -np.inf
 
-            # a new maximum rescales what has been summed so far
-            for i in range(BLOCK):
-                previous[i] = maximum[i]
-            for j in range(padded_count):
-                for i in range(BLOCK):
-                    maximum[i] = p[j, i] if p[j, i] > maximum[i] else maximum[i]
-            for i in range(BLOCK):
-                previous[i] = exponential(previous[i] - maximum[i])
-                normalizer[i] *= previous[i]
-            for d in range(padded_width):
-                for i in range(BLOCK):
-                    y_columns[d, i] *= previous[i]
-            for j in range(padded_count):
-                for i in range(BLOCK):
-                    p[j, i] = exponential(p[j, i] - maximum[i])
-                    normalizer[i] += p[j, i]
+            weigh(p, padded_count, maximum, previous, normalizer, y_columns)
             _load_rows(values, tables[s], g, first_key, key_count, rows)
             add_combinations(rows, p, padded_count, y_columns)
 
