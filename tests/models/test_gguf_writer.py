@@ -132,11 +132,14 @@ def test_rows_that_are_no_whole_blocks_stay_float32(tmp_path: Path) -> None:
     read_gguf(tmp_path / "model.gguf")
 
 
-def test_weights_beyond_f16_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "weight"), [("f16", 1e6), ("q8_0", 1e7)])
+def test_weights_beyond_a_type_are_refused_and_nothing_is_left(
+    tmp_path: Path, kind: str, weight: float
+) -> None:
     model = small_model()
-    model.parameters()["model.layers.0.mlp.up_proj.weight"].value[3, 4] = 1e6
-    with pytest.raises(TwellError, match=r"blk.0.ffn_up.weight has weights up to 1e\+06"):
-        write_gguf(tmp_path / "model.gguf", model, ByteTokenizer(), "f16")
+    model.parameters()["model.layers.0.mlp.up_proj.weight"].value[3, 4] = weight
+    with pytest.raises(TwellError, match=rf"blk.0.ffn_up.weight has weights up to .*{kind};"):
+        write_gguf(tmp_path / "model.gguf", model, ByteTokenizer(), kind)
     assert list(tmp_path.iterdir()) == []
     write_gguf(tmp_path / "model.gguf", model, ByteTokenizer(), "bf16")
 

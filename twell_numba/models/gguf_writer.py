@@ -25,6 +25,8 @@ from twell_numba.models.huggingface import to_file_layout
 from twell_numba.models.tokenizer import TextTokenizer
 from twell_numba.models.transformer import Transformer
 
+# A block of Q8_0 holds numbers up to 127 times a scale in float16.
+LARGEST_Q8_0 = 127 * 65504.0
 # The name of each type in the format, and the number of a file that mostly has it.
 WEIGHT_TYPES = {"f32": ("F32", 0), "f16": ("F16", 1), "bf16": ("BF16", 32), "q8_0": ("Q8_0", 7)}
 
@@ -184,10 +186,13 @@ def _packed(
         if kind == gguf.GGMLQuantizationType.F32:
             return values
         packed = gguf.quantize(values, kind)
-    is_f16 = kind == gguf.GGMLQuantizationType.F16
-    if is_f16 and not np.array_equal(np.isfinite(packed), np.isfinite(values)):
+    if kind == gguf.GGMLQuantizationType.F16:
+        fits = np.array_equal(np.isfinite(packed), np.isfinite(values))
+    else:
+        fits = kind != gguf.GGMLQuantizationType.Q8_0 or not np.abs(values).max() > LARGEST_Q8_0
+    if not fits:
         raise TwellError(
             f"{Path(path)} is not written: {name} has weights up to {np.abs(values).max():g}, "
-            f"which do not fit f16; give bf16 or f32"
+            f"which do not fit {kind.name.lower()}; give bf16 or f32"
         )
     return packed
