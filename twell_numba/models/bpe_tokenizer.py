@@ -91,7 +91,9 @@ class BPETokenizer:
         text = valid_unicode(text)
         with self._lock:
             self._tokenizer.encode_special_tokens = not allow_special
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            # In a batch of one, which lets other threads of Python run meanwhile: a long text takes
+            # seconds.
+            ids = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return np.array([*self._prefix, *ids] if add_special_tokens else ids, np.int64)
 
     def decode_bytes(self, tokens: Iterable[int] | np.ndarray, *, at_start: bool = False) -> bytes:
