@@ -21,9 +21,10 @@ class UsageError(TwellError):
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: cut off where it is long."""
+    """Return a value as a message shows it: in one line, cut off where it is long."""
     try:
-        text = repr(value)
+        # arrays are written over several lines
+        text = " ".join(map(str.strip, repr(value).splitlines()))
     except (ValueError, RecursionError):
         # Python writes out no whole number of thousands of digits, and nothing nested too deeply.
         return f"a value of type {type(value).__name__} too large to show"
