@@ -36,7 +36,9 @@ LONGEST_TEXT = 1 << 24
 LARGEST_WIDTH = 1_000_000
 LARGEST_POWER_BITS = 4096
 # Functions that write one of their arguments once for each part of another, and how often at most.
-_MULTIPLYING = {"expandtabs", "indent", "join", "replace", "translate"}
+_MULTIPLYING = {
+    "expandtabs", "indent", "join", "replace", "tojson", "translate", "urlize", "wordwrap"
+}  # fmt: skip
 LARGEST_PRODUCT = 1 << 28
 
 
