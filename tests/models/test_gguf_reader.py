@@ -142,6 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.expert_count": 8}, "mixture of experts .llama.expert_count = 8."),
     ({"llama.attention.sliding_window": 4096}, "sliding window"),
     ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor = 1.5"),
     ({"llama.attention.causal": False}, "without causal attention"),
     ({"llama.rope.scaling.type": "yarn"}, "scaled by 'yarn'"),
     ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8, 16 wanted"),

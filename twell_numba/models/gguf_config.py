@@ -28,6 +28,7 @@ _FACTORS = (
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "rope.scaling.attn_factor",
 )
 
 
