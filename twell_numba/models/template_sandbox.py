@@ -191,17 +191,16 @@ def _check_product(name: str, arguments: tuple[Any, ...]) -> None:
     """Refuse what would be far too long before it is made."""
     if name not in _MULTIPLYING:
         return
-    *_, second, largest = sorted([1, 1, *map(_extent, arguments)])
+    counts = [argument for argument in arguments[1:] if isinstance(argument, int)]
+    *_, second, largest = sorted([1, 1, *map(_length, arguments), *counts])
     if second * largest > LARGEST_PRODUCT:
         raise TemplateRuntimeError("it makes a text that is too long")
 
 
-def _extent(value: Any) -> int:
-    """Return how long a text is that a value makes, or of how many parts it is."""
-    if isinstance(value, int):
-        return value
+def _length(value: Any) -> int:
+    """Return how long a text is, or of how many parts another value."""
     if isinstance(value, dict):
-        return sum(map(_extent, value.values()))
+        return sum(map(_length, value.values()))
     return len(value) if isinstance(value, str | list | tuple) else 1
 
 
