@@ -92,9 +92,8 @@ from twell_numba.device.gpu.language import FULL_WARP, cuda, load, number, store
 from twell_numba.device.gpu.tensor_cores import inlined, store_four_words
 from twell_numba.device.gpu.tensor_map import WORDS, TensorMap
 from twell_numba.kernels.device_checks import rows_are_aligned
+from twell_numba.kernels.twell import cuda_backward, cuda_forward
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
-from twell_numba.kernels.twell.cuda_backward import backward_rows
-from twell_numba.kernels.twell.cuda_forward import forward_rows
 from twell_numba.kernels.twell.cuda_language import sign
 from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
@@ -756,7 +755,7 @@ def forward_entries(
     rows, width = x.shape
     shared = list_shared_neurons(packed, room_for(packed.neurons))
     forward_shared(x, up_weight, down_weight, packed, shared, y)
-    forward_rows(
+    cuda_forward.forward_rows(
         REST_BLOCKS * _blocks(x), x, up_weight, down_weight, packed.values, packed.columns,
         packed.counts, packed.up_values, y, packed.row_nonzeros, packed.row_absolute_sums,
         packed.fired, shared.counts, rows, width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
@@ -780,7 +779,7 @@ def backward_entries(
     lists, entry_places = list_by_neuron(packed)
     shared = list_shared_neurons(packed, room_for(packed.neurons))
     backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
-    backward_rows(
+    cuda_backward.backward_rows(
         REST_BLOCKS * _blocks(x), dy, *weights, packed.values, packed.columns, packed.counts,
         packed.up_values, l1_scale, entry_places, *lists.coefficients, dx, shared.counts, rows,
         width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
