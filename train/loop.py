@@ -174,7 +174,7 @@ class _Run:
         self._require_settings(settings_of(checkpoint, state))
         if step >= self.config.steps:
             raise TwellError(
-                f"{self.run.path} has finished its {self.config.steps} steps; "
+                f"{self.run.path} has finished {step} steps of {self.config.steps} wanted; "
                 f"to train on, set more steps than {step}, or start a new run"
             )
         model, tokenizer = load_checkpoint_model(checkpoint, self.config, step, state)

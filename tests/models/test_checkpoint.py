@@ -198,6 +198,8 @@ def test_a_copy_of_the_tied_head_is_accepted_if_equal(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn' given"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "factor '4' given"),
         ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": [1]}, "rope_scaling \\[1\\] given, an object wanted"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn' given"),
         ({"num_hidden_layers": 10**9}, "n_layers=1000000000 given, at most 4096 wanted"),
         ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
         ({"head_dim": 10**400}, "head_dim=1000"),
@@ -452,7 +454,7 @@ def test_newest_checkpoint_is_found(tmp_path: Path) -> None:
 
 def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name, message in [("none", "does not exist"), ("file", "is a file"), ("", "holds no")]:
+    for name, message in [("none", "does not exist"), ("file", "or a GGUF file"), ("", "holds no")]:
         with pytest.raises(TwellError, match=message) as caught:
             resolve_checkpoint(tmp_path / name)
         assert "\n" not in str(caught.value)

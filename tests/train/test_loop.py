@@ -401,8 +401,11 @@ def test_a_finished_run_goes_on_only_with_more_steps(tmp_path, config):
     run = tmp_path / "run"
     quiet_train(config, run)
     before = outcome(run)
-    with pytest.raises(TwellError, match="has finished its 12 steps"):
+    with pytest.raises(TwellError, match="has finished 12 steps of 12 wanted"):
         quiet_train(None, run, resume=True)
+    fewer = with_overrides(config, ["steps=3"])
+    with pytest.raises(TwellError, match="has finished 12 steps of 3 wanted; .* than 12"):
+        quiet_train(fewer, run, resume=True)
     assert outcome(run) == before
     longer = with_overrides(config, ["steps=14"])
     assert quiet_train(longer, run, resume=True)["steps"] == 14

@@ -240,7 +240,9 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> Path:
         return path
     if not is_folder(path):
         given = "is a file" if exists(path) else "does not exist"
-        raise TwellError(f"{path} {given}: the folder of a run or a checkpoint wanted")
+        raise TwellError(
+            f"{path} {given}: the folder of a run or a checkpoint, or a GGUF file, wanted"
+        )
     if is_file(path / CONFIG_NAME):
         return path
     steps = checkpoint_steps(path / CHECKPOINTS_NAME) or checkpoint_steps(path)

@@ -187,9 +187,11 @@ def _head_dim(content: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    # transformers takes the older name where both are given, as where a user adds it to a file.
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(name) or {}
     if not isinstance(rope, dict):
-        raise TwellError(f"rope_parameters {shown(rope)} given, an object wanted")
+        raise TwellError(f"{name} {shown(rope)} given, an object wanted")
     return rope
 
 
