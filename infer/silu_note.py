@@ -23,7 +23,6 @@ def silu_note(config: ModelConfig, path: str | os.PathLike[str]) -> str | None:
     if config.activation != "silu":
         return None
     return (
-        f"this model's activation is SiLU: its hidden activations have no exact zeros, so the "
-        f"dense path is taken; 'twell sparsify {shlex.quote(os.fspath(path))} --data SRC' makes a "
-        f"sparse ReLU model of it"
+        f"SiLU has no exact zeros, so this model runs dense; "
+        f"'twell sparsify {shlex.quote(os.fspath(path))} --data SRC' makes a sparse one of it"
     )

@@ -56,10 +56,13 @@ def sparsify_settings(model: str | os.PathLike[str], overrides: Iterable[str]) -
         If there is no such model, or it cannot be used.
     """
     given = list(overrides)
-    keys = [parse_override(override)[0] for override in given]
-    for key in keys:
+    keys = []
+    for key, value in map(parse_override, given):
+        keys.append(key)
         if key in _FIXED_SETTINGS:
             raise UsageError(f"{key} given, which the model to make sparse decides; leave it out")
+        if key == "activation" and value == "silu":
+            raise UsageError("activation silu given, relu or relu2 wanted: SiLU has no exact zeros")
     path = resolve_checkpoint(model)
     config = load_config(path)
     settings = {name: getattr(config, name) for name in MODEL_SETTINGS}

@@ -174,6 +174,9 @@ def test_in_a_terminal_answers_stream_and_ctrl_c_stops_them(folders: Path) -> No
         terminal.interrupt_until("\r\n> ")
         terminal.type("/reset\n")
         terminal.read_until("> ")
+        terminal.type("/quit\n")
+        terminal.read_until("/quit given, /reset or /exit wanted")
+        terminal.read_until("> ")
         terminal.type("\x04")
         assert terminal.process.wait(20) == 0
     finally:

@@ -240,6 +240,11 @@ def test_squared_relu(source: Path, text: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "run")[0].config.activation == "relu2"
 
 
+def test_no_silu_model_is_made(source: Path, text: Path) -> None:
+    with pytest.raises(UsageError, match="activation silu given, relu or relu2 wanted"):
+        settings(source, text, "activation=silu")
+
+
 def test_weight_sparse_models_are_refused(source: Path, text: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(source)
     pruned = Transformer(

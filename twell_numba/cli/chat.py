@@ -1,5 +1,6 @@
 """``twell chat``: a conversation with a model in the terminal."""
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,10 @@ def chat(
         _answer_lines(conversation)
 
 
+# A word that was meant for this command, not for the model: a path has more than one slash.
+_COMMAND = re.compile(r"/[a-z]+")
+
+
 def _answer_lines(conversation: "Conversation") -> None:
     """Answer a script, in which nothing is stopped and every error ends."""
     for line in sys.stdin.buffer:
@@ -116,6 +121,9 @@ def _talk(conversation: "Conversation") -> None:
     for message in _typed_messages():
         if message == "/reset":
             conversation.reset()
+            continue
+        if _COMMAND.fullmatch(message):
+            note(f"{message} given, /reset or /exit wanted; anything else is said to the model")
             continue
         try:
             with _interrupts() as is_interrupted:

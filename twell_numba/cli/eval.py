@@ -155,7 +155,8 @@ def _measure_task(
 ) -> dict[str, Any]:
     from twell_numba.infer.multiple_choice import DEFAULT_SEPARATOR, answer_questions
 
-    note(f"Answering {len(questions):,} questions of {path}")
+    count = len(questions)
+    note(f"Answering {count:,} question{'' if count == 1 else 's'} of {path}")
     result = answer_questions(
         model,
         tokenizer,

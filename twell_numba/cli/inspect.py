@@ -34,7 +34,9 @@ def inspect(path: str, picture: str | None, as_json: bool) -> None:
     if picture is not None and Path(picture).suffix.lower() != ".png":
         raise UsageError(f"--plot {picture} given, a file name that ends in .png wanted")
     if not exists(path):
-        raise TwellError(f"{path} does not exist; a run, a checkpoint or a saved matrix wanted")
+        raise TwellError(
+            f"{path} does not exist; a run, a checkpoint, a GGUF file or a saved matrix wanted"
+        )
     from twell_numba.infer import describe
     from twell_numba.infer.silu_note import silu_note
     from twell_numba.models.checkpoint import load_config
@@ -95,7 +97,7 @@ def _show_checkpoint(description: dict[str, Any]) -> None:
             ("training state", training),
             ("parameters", f"{description['parameters']:,}"),
             ("weights", bytes_text(description["bytes"])),
-            *((name, value) for name, value in description["config"].items()),
+            *((name, value) for name, value in description["config"].items() if value is not None),
         ],
     )
     click.echo()
