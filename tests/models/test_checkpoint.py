@@ -364,6 +364,18 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "two tensors for")
 
 
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_a_pruned_model_without_sparse_paths_is_held_dense(tmp_path: Path, activation: str) -> None:
+    model = saved(tmp_path, replace(CONFIG, activation=activation))
+    for parameter in model.ffn_parameters:
+        parameter.value[1:] = 0
+    save_model(tmp_path, model, ByteTokenizer())
+    loaded, _ = load_model(tmp_path)
+    assert loaded.weight_format == "dense"
+    tokens = np.arange(5)[None, :]
+    np.testing.assert_array_equal(loaded.logits(tokens), model.logits(tokens))
+
+
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -324,8 +324,11 @@ class Transformer:
         """Hold the feedforward weights in the format that computes fastest, for inference.
 
         One for all layers, see :func:`twell_numba.layers.ffn.fastest_format`; blocks are of
-        :attr:`block_size`.
+        :attr:`block_size`. They stay as they are if the activation is not ReLU: there are no other
+        paths for it.
         """
+        if self.config.activation != "relu":
+            return
         operands = [parameter.operand for parameter in self.ffn_parameters]
         self.hold_ffn_weights(fastest_format(operands, self.block_size), self.block_size)
 
