@@ -25,6 +25,9 @@ from twell_numba.errors import TwellError
 if TYPE_CHECKING:
     from twell_numba.infer.chat import Conversation
 
+# What is meant for this command when it is typed alone, not for the model.
+_COMMAND = re.compile(r"/[a-z]+")
+
 
 @click.command("chat")
 @click.argument("run", metavar="RUN")
@@ -95,10 +98,6 @@ def chat(
         _talk(conversation)
     else:
         _answer_lines(conversation)
-
-
-# A word that was meant for this command, not for the model: a path has more than one slash.
-_COMMAND = re.compile(r"/[a-z]+")
 
 
 def _answer_lines(conversation: "Conversation") -> None:
