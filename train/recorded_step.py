@@ -60,6 +60,21 @@ class Batch(NamedTuple):
     l1_scale: float
 
 
+class _Kernels(NamedTuple):
+    """What decides, beside the model, which kernels a micro-batch gives to the GPU.
+
+    Attributes
+    ----------
+    paths : tuple of str
+        Of the feedforward layers.
+    learned : tuple of LearnedPattern or None
+        By which their blocks of tokens share neurons.
+    """
+
+    paths: tuple[str, ...]
+    learned: tuple[Any, ...]
+
+
 class RecordedStep:
     """Trains a model, all of which is on a GPU.
 
@@ -93,12 +108,12 @@ class RecordedStep:
         self._l1_scale = zeros(1, np.float32, stream)
         self._coefficients = zeros((2, _COEFFICIENTS), np.float32, stream)
         self._allocate_results(config.n_layers, config.d_ffn)
-        self._paths: tuple[str, ...] = ()
-        # Micro-batches by the paths of the layers: two that differ may take turns.
-        self._recorded: dict[tuple[tuple[str, ...], tuple[bool, ...]], Recorded] = {}
+        self._kernels = _Kernels((), ())
+        # Micro-batches by what the layers do: two that differ may take turns.
+        self._recorded: dict[_Kernels, Recorded] = {}
         self._run_update = Recorded(self._update, stream)
         # What the gradient in place has been computed from, if it has.
-        self._ahead: tuple[Batch, tuple[str, ...]] | None = None
+        self._ahead: tuple[Batch, _Kernels] | None = None
 
     def take(
         self, batch: Batch, learning_rate: float, next_batch: Callable[[], Batch | None]
@@ -117,7 +132,7 @@ class RecordedStep:
         if not self._is_computed(batch):
             self.discard()
             self._compute(batch)
-        paths = self._paths
+        paths = self._kernels.paths
         self._ahead = None
         self._run_update()
         self._host_results.request()
@@ -125,7 +140,7 @@ class RecordedStep:
         upcoming = next_batch() if self._config.gradient_accumulation == 1 else None
         if upcoming is not None:
             self._compute(upcoming)
-            self._ahead = upcoming, self._paths
+            self._ahead = upcoming, self._kernels
         return self._measured(self._host_results.read(), paths)
 
     def discard(self) -> None:
@@ -175,15 +190,22 @@ class RecordedStep:
         """Whether the gradient in place is this batch's, computed as it would be now."""
         if self._ahead is None:
             return False
-        (windows, l1_scale), paths = self._ahead
-        return windows is batch.windows and (l1_scale, paths) == (
+        (windows, l1_scale), kernels = self._ahead
+        return windows is batch.windows and (l1_scale, kernels) == (
             batch.l1_scale,
-            self._next_paths(),
+            self._next_kernels(),
         )
 
-    def _next_paths(self) -> tuple[str, ...]:
-        tokens = self._config.batch_size * self._config.context_length
-        return tuple(ffn.next_path(tokens) for ffn in self._model.ffn_layers)
+    @property
+    def _tokens_at_once(self) -> int:
+        return self._config.batch_size * self._config.context_length
+
+    def _next_kernels(self) -> _Kernels:
+        layers = self._model.ffn_layers
+        return _Kernels(
+            tuple(ffn.next_path(self._tokens_at_once) for ffn in layers),
+            tuple(ffn.auto_state.learned for ffn in layers),
+        )
 
     def _compute(self, batch: Batch) -> None:
         """Add up loss, statistics and gradients of a step's micro-batches."""
@@ -191,13 +213,23 @@ class RecordedStep:
         for windows in np.split(batch.windows, self._config.gradient_accumulation):
             tokens = np.stack([windows[:, :-1].ravel(), windows[:, 1:].ravel()])
             self._tokens.copy_from(tokens)
-            paths = self._next_paths()
-            kernels = paths, tuple(ffn.auto_state.shares_neurons for ffn in self._model.ffn_layers)
-            if kernels not in self._recorded:
+            self._kernels = kernels = self._next_kernels()
+            if self._is_to_be_measured(kernels):
+                self._recorded.pop(kernels, None)
+            if kernels in self._recorded:
+                for ffn in self._model.ffn_layers:
+                    ffn.count_sharing_tokens(self._tokens_at_once)
+            else:
                 self._make_room()
                 self._recorded[kernels] = Recorded(self._micro_batch, self._stream)
             self._recorded[kernels]()
-            self._paths = paths
+
+    def _is_to_be_measured(self, kernels: _Kernels) -> bool:
+        """Return whether a layer is to measure sharing, which no replay does."""
+        return any(
+            path == "twell" and ffn.measures_sharing(self._tokens_at_once)
+            for path, ffn in zip(kernels.paths, self._model.ffn_layers, strict=True)
+        )
 
     def _make_room(self) -> None:
         """Forget what is recorded for other paths, where that takes much of the memory."""

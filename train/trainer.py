@@ -224,7 +224,7 @@ class Trainer:
             "revival": self._revival_rng.bit_generator.state,
             "dead_neurons": self.dead_neurons.state_dict(),
             # What each layer's `auto` path goes by: another path would round differently.
-            "ffn_auto": [ffn.auto_state for ffn in self.model.ffn_layers],
+            "ffn_auto": [ffn.auto_state[:2] for ffn in self.model.ffn_layers],
             "weight_l1_strength": controller.strength if controller else None,
         }
 
@@ -445,19 +445,10 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _auto_state(saved: Any) -> AutoState:
-    """Return a layer's state as it was saved; older checkpoints hold two numbers of it."""
-    density, unmeasured_tokens, *sharing = saved
-    shares_neurons, sharing_tokens = sharing or (False, None)
+    """Return a layer's state as it was saved; some older checkpoints hold two numbers more."""
+    density, unmeasured_tokens, *older = saved
     is_density = density is None or (type(density) in (int, float) and 0 <= density <= 1)
-    if (
-        not is_density
-        or not _is_count(unmeasured_tokens)
-        or type(shares_neurons) is not bool
-        or not (sharing_tokens is None or _is_count(sharing_tokens))
-    ):
+    is_count = type(unmeasured_tokens) is int and unmeasured_tokens >= 0
+    if not (is_density and is_count and len(older) in (0, 2)):
         raise ValueError(f"{saved!r} in ffn_auto")
-    return AutoState(density, unmeasured_tokens, shares_neurons, sharing_tokens)
-
-
-def _is_count(number: Any) -> bool:
-    return type(number) is int and number >= 0
+    return AutoState(density, unmeasured_tokens)

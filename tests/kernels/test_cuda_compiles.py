@@ -24,14 +24,22 @@ SHARED = [
     "twell.hopper_gate",
     "twell.entry_gradients",
     "twell.entry_transpose",
+    "twell.learned_groups",
     "twell.shared_lists",
     "twell.shared_neurons",
     "twell.strip_rows",
+    "twell.token_groups",
 ]
 # Modules whose kernels take 16 bits alone, from compute capability 8.0 on.
 ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores", "twell.cuda_gate", "twell.dense_tail"]
 # Modules whose kernels take bfloat16 alone, on Hopper alone.
-ON_HOPPER = ["twell.hopper_gate", "twell.shared_lists", "twell.shared_neurons"]
+ON_HOPPER = [
+    "twell.hopper_gate",
+    "twell.learned_groups",
+    "twell.shared_lists",
+    "twell.shared_neurons",
+    "twell.token_groups",
+]
 
 
 def signatures(dtype):
@@ -202,9 +210,7 @@ def signatures(dtype):
             "list_union": (
                 "bfloat16*",
                 "uint16*",
-                "int32*",
-                "int32*",
-                "int32*",
+                *["int32*"] * 4,
                 index,
                 "int32*",
                 *[size] * 6,
@@ -214,8 +220,8 @@ def signatures(dtype):
         # sum_neurons is compiled by its own test
         "twell.shared_neurons": {
             "multiply_tokens": (
-                "tensor_map",
-                index,
+                "bfloat16*",
+                "int32*",
                 "bfloat16*",
                 "int32*",
                 index,
@@ -229,8 +235,8 @@ def signatures(dtype):
                 *[size] * 4,
             ),
             "multiply_tokens_backward": (
-                "tensor_map",
-                index,
+                "bfloat16*",
+                "int32*",
                 "bfloat16*",
                 "int32*",
                 index,
@@ -243,14 +249,24 @@ def signatures(dtype):
                 *[size] * 4,
             ),
             "add_statistics_of_parts": (
-                "int32*",
-                "int32*",
+                *["int32*"] * 3,
                 "float32*",
                 "int32*",
                 "float32*",
                 size,
                 size,
             ),
+        },
+        "twell.token_groups": {
+            "group_tokens": ("uint16*", "int32*", array, "int32*", *[size] * 4),
+            "place_tokens": ("int32*", "int32*", size),
+        },
+        "twell.learned_groups": {
+            "seed_groups": ("int32*", "int32*", size),
+            "count_by_group": ("int32*", "uint16*", "int32*", "int32*"),
+            "add_squares": ("int32*", "int32*", "float32*", size, size),
+            "score_neurons": (*["int32*"] * 2, "float32*", "int32*", array, size, size),
+            "number_groups": (array, "int32*"),
         },
         "twell.hopper_gate": {
             "gate_and_pack": (
@@ -356,7 +372,7 @@ def twell_signatures(array, wide_array):
         "add_statistics": (counts, wide_array, "float64*", size),
         "count_rows": (*packed, array, counts, *statistics, *[size] * 6),
         "forward_rows": (
-            array, array, array, *packed, array, array, *statistics, "int32*", *[size] * 8,
+            array, array, array, *packed, array, array, *statistics, counts, counts, *[size] * 8,
         ),
         "tail_up": (array, array, *tail, array, *[size] * 4),
         "tail_d_hidden": (array, array, *tail, "float32*", array, array, *[size] * 5),
@@ -364,7 +380,8 @@ def twell_signatures(array, wide_array):
         "tail_inputs": (array, array, *tail, *[array] * 3, *[size] * 5),
         "tail_gradients": (array, array, *tail, *[array] * 2, *[wide_array] * 3, *[size] * 5),
         "backward_rows": (
-            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, "int32*", *[size] * 8,
+            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, counts, counts,
+            *[size] * 8,
         ),
         "add_gradients": (
             array, array, counts, columns, *[array] * 3, *[wide_array] * 3, *[size] * 4,

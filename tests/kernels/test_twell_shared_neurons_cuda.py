@@ -11,6 +11,7 @@ from twell_numba.kernels.twell import cuda, shared_lists, shared_neurons  # noqa
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations  # noqa: E402
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron  # noqa: E402
 from twell_numba.kernels.twell.shared_lists import list_shared_neurons  # noqa: E402
+from twell_numba.kernels.twell.token_groups import GROUPS, LearnedPattern  # noqa: E402
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TOLERANCE = 8e-3
@@ -84,8 +85,20 @@ def room_for(neurons):
     return -(-neurons // 256) * 256
 
 
+def make_order(rng, machine, rows):
+    """Return tokens in any order, on the GPU, and as indices."""
+    order = rng.permutation(rows)
+    return machine.upload(order.astype(np.int32)), order
+
+
+def make_groups(rng, machine, neurons):
+    """Return groups of tokens by scores without meaning."""
+    scores = rng.random((neurons, GROUPS)).astype(BFLOAT16)
+    return LearnedPattern(machine.upload(scores))
+
+
 def check_lists(shared, gate):
-    """Compare what is listed with the pattern."""
+    """Compare what is listed with the pattern, of which rows are in the order of the blocks."""
     blocks = -(-len(gate) // 128)
     unions = [np.flatnonzero((gate[128 * b : 128 * b + 128] != 0).any(0)) for b in range(blocks)]
     counts = shared.counts.to_numpy()
@@ -112,8 +125,9 @@ def test_products_of_entries(rng, hopper_machine, relative_error):
         (x, dy, gate_weight, up_weight, down_weight), exact = make_matrices(
             rng, hopper_machine, problem
         )
-        shared = list_shared_neurons(packed, room_for(problem[2]))
-        check_lists(shared, gate)
+        tokens, order = make_order(rng, hopper_machine, problem[0])
+        shared = list_shared_neurons(packed, tokens, room_for(problem[2]))
+        check_lists(shared, gate[order])
 
         y = empty(x.shape, BFLOAT16, x.stream)
         shared_neurons.forward_shared(x, up_weight, down_weight, packed, shared, y)
@@ -160,8 +174,9 @@ def make_layer(rng, machine, problem):
 def run_layer(machine, arrays, slots, share):
     """Return what a layer computes, forward and backward, in NumPy."""
     x, dy, *weights = arrays
-    y, activations = cuda.gated_ffn_forward(x, *weights, slots=slots, share_neurons=share)
-    assert activations.shares_neurons == share
+    groups = make_groups(np.random.default_rng(1), machine, len(weights[0])) if share else None
+    y, activations = cuda.gated_ffn_forward(x, *weights, slots=slots, learned=groups)
+    assert (activations.token_order is not None) == share
     gradients = [zeros(weight.shape, np.float32, x.stream) for weight in weights]
     dx = cuda.gated_ffn_backward(dy, x, *weights, activations, 0.25, *gradients)
     totals, fired = cuda.activation_statistics_on_gpu(activations)
@@ -191,8 +206,8 @@ def test_blocks_with_too_many_neurons_do_not_share(
     arrays = make_layer(rng, hopper_machine, problem)
     counts = []
 
-    def list_and_keep(packed, room):
-        shared = shared_lists.list_shared_neurons(packed, room)
+    def list_and_keep(packed, order, room):
+        shared = shared_lists.list_shared_neurons(packed, order, room)
         counts.append(shared.counts.to_numpy())
         return shared
 
@@ -209,28 +224,30 @@ def test_nan_stays_in_its_row(rng, hopper_machine):
     host = x.to_numpy()
     host[5, 3] = np.nan
     x = hopper_machine.upload(host)
-    y, _ = cuda.gated_ffn_forward(x, *weights, slots=slots, share_neurons=True)
+    groups = make_groups(rng, hopper_machine, neurons)
+    y, _ = cuda.gated_ffn_forward(x, *weights, slots=slots, learned=groups)
     is_nan = np.isnan(y.to_numpy().astype(np.float32))
     assert is_nan[5].all()
     assert not np.delete(is_nan, 5, axis=0).any()
 
 
-def test_worth_sharing(rng, hopper_machine, monkeypatch):
+def test_sharing_is_learned_where_it_is_faster(rng, hopper_machine, monkeypatch):
     monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 1)
     monkeypatch.setattr(shared_neurons, "room_for", room_for)
     for firing, is_worth in ((2, False), (100, True)):
         packed, gate = make_packed(rng, hopper_machine, (128, 8, 300, firing, 256, 200))
         packed.row_nonzeros.copy_from((gate != 0).sum(1).astype(np.int32))
-        assert shared_neurons.worth_sharing(packed, 8) is is_worth
+        groups = shared_neurons.learn_to_share(packed, 8)
+        assert (groups is not None) == is_worth
     monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 2000)
-    assert not shared_neurons.worth_sharing(packed, 8)
+    assert shared_neurons.learn_to_share(packed, 8) is None
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 def test_sums_compile(two):
     kinds = (
         "tensor_map", "tensor_map", "int64*", "bfloat16*", "bfloat16*", "int32*", "int64*",
-        "bfloat16*", *["int"] * 3,
+        "int32*", "bfloat16*", *["int"] * 3,
     )  # fmt: skip
     code, _ = shared_neurons.sum_neurons(two).compile(kinds, "90a")
     assert code.startswith(b"\x7fELF")
@@ -253,12 +270,12 @@ def test_same_bits_in_every_run_and_in_a_recording(rng, hopper_machine):
     if not hopper_machine.is_real:
         pytest.skip("of a real GPU alone")
     x, _, *weights = make_layer(rng, hopper_machine, LAYER_LARGE[0])
-    runs = []
+    groups, runs = make_groups(rng, hopper_machine, len(weights[0])), []
     for _ in range(2):
-        y, _ = cuda.gated_ffn_forward(x, *weights, share_neurons=True)
+        y, _ = cuda.gated_ffn_forward(x, *weights, learned=groups)
         runs.append(y.to_numpy())
     with record_graph(x.stream) as graph:
-        y, _ = cuda.gated_ffn_forward(x, *weights, share_neurons=True)
+        y, _ = cuda.gated_ffn_forward(x, *weights, learned=groups)
     for _ in range(2):
         graph.replay()
         runs.append(y.to_numpy())

@@ -16,14 +16,15 @@ def layer_calls(monkeypatch):
     original = cuda.forward_packed
 
     def note(x, up_weight, down_weight, packed):
-        calls.append(packed.shares_neurons)
-        packed.shares_neurons = False  # which this GPU cannot
+        calls.append(packed.token_order is not None)
+        packed.token_order = None  # which this GPU cannot
         return original(x, up_weight, down_weight, packed)
 
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 35)
     monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 100)
     monkeypatch.setattr(ffn, "GPU_AUTO_SIZE", 1)
-    monkeypatch.setattr(cuda, "worth_sharing", lambda activations, width: answers.pop(0))
+    monkeypatch.setattr(cuda, "learn_to_share", lambda activations, width, learned: answers.pop(0))
+    monkeypatch.setattr(cuda, "order_tokens", lambda activations, learned: learned)
     monkeypatch.setattr(cuda.shared_neurons, "fits", lambda *arguments: True)
     monkeypatch.setattr(cuda, "forward_packed", note)
     return answers, calls
@@ -46,14 +47,20 @@ def make_call(rng, machine, kind, path):
 def test_sharing_is_measured_now_and_then(rng, machine, layer_calls):
     answers, calls = layer_calls
     layer, call = make_call(rng, machine, GatedFFN, "twell")
-    answers += [True, False]
+    answers += ["learned", None]
     call(34)  # too few tokens to measure
     assert layer.auto_state == ffn.AutoState()
     for _ in range(5):
         call(40)
     assert calls == [False, False, True, True, True, False]
     assert answers == []
-    assert layer.auto_state == ffn.AutoState(shares_neurons=False, sharing_tokens=40)
+    assert layer.auto_state == ffn.AutoState(learned=None, sharing_tokens=40)
+    assert not layer.measures_sharing(40)
+    layer.count_sharing_tokens(40)  # of a replay
+    assert not layer.measures_sharing(40)
+    layer.count_sharing_tokens(40)
+    assert layer.measures_sharing(40)
+    assert not layer.measures_sharing(34)
 
 
 def test_auto_measures_sharing_on_the_path_that_shares(rng, machine, layer_calls):
@@ -63,10 +70,12 @@ def test_auto_measures_sharing_on_the_path_that_shares(rng, machine, layer_calls
     call(40)
     assert calls == []  # dense
     layer.auto_state = ffn.AutoState(0.0)
-    answers.append(True)
+    answers.append("learned")
     call(40)
     assert calls == [False]
-    assert layer.auto_state.shares_neurons
+    assert layer.auto_state.learned == "learned"
+    layer.forget_pattern()
+    assert layer.auto_state == ffn.AutoState(layer.auto_state.density, 0)
     assert layer.auto_state.density > 0.3
 
 
@@ -81,23 +90,23 @@ def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, l
     layer, without_gate = GatedFFN("mlp", *weights), TwoMatrixFFN("mlp", *weights[:2])
     between = (ffn.GPU_AUTO_DENSITY_NARROW + ffn.GPU_SHARING_DENSITY_NARROW) / 2
     for sharing, tokens, path in (
-        ((False, None), 40, "twell"),  # to be tried out
-        ((False, None), 34, "dense"),
-        ((False, 0), 40, "dense"),
-        ((True, 0), 40, "twell"),
-        ((True, 0), 34, "dense"),
+        ((None, None), 40, "twell"),  # to be tried out
+        ((None, None), 34, "dense"),
+        ((None, 0), 40, "dense"),
+        (("learned", 0), 40, "twell"),
+        (("learned", 0), 34, "dense"),
     ):
         layer.auto_state = without_gate.auto_state = ffn.AutoState(between, 0, *sharing)
         assert layer.next_path(tokens) == path
         assert without_gate.next_path(tokens) == "dense"
-    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, True, 0)
+    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, "learned", 0)
     assert layer.next_path(40) == "dense"
 
 
 def test_tokens_of_other_paths_count(rng, machine, layer_calls):
     answers, calls = layer_calls
     layer, call = make_call(rng, machine, GatedFFN, "auto")
-    layer.auto_state = ffn.AutoState(0.9, 0, False, 0)
+    layer.auto_state = ffn.AutoState(0.9, 0, None, 0)
     for tokens_since in (40, 80, None):  # then it is tried out again
         call(40)
         assert layer.auto_state.sharing_tokens == tokens_since

@@ -90,7 +90,7 @@ DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 # of a generated text, where counting would cost a tenth of the layer's time.
 TOKENS_A_MEASUREMENT = 16
 # On a GPU, whether blocks of tokens share neurons is measured once in so many tokens, in calls of
-# at least the second number of them; it takes 0.4 to 1 ms. Where they do, the TwELL path is faster
+# at least the second number of them; it takes 1 to 2 ms. Where they do, the TwELL path is faster
 # up to higher densities, and up to these it is tried out (one H200, M = 16384, D = 2048, F = 5632,
 # at a density of 0.0146: see kernels/twell/README.md).
 TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**20, 4096
@@ -169,16 +169,16 @@ class AutoState(NamedTuple):
         Fraction of h that was not 0 when it was last measured; None before.
     unmeasured_tokens : int
         Tokens seen since then.
-    shares_neurons : bool
-        Whether, on a GPU, blocks of tokens share neurons on the path ``twell``; also where that
-        path is set.
+    learned : LearnedPattern or None
+        By which, on a GPU, blocks of tokens share neurons on the path ``twell``, also where that
+        path is set; None where they do not.
     sharing_tokens : int or None
         Tokens seen since that was last measured; None before.
     """
 
     density: float | None = None
     unmeasured_tokens: int = 0
-    shares_neurons: bool = False
+    learned: Any = None
     sharing_tokens: int | None = None
 
 
@@ -430,7 +430,7 @@ class FeedForward:
         backward = getattr(_FAMILIES[path], f"{self.operation}_backward")
         weights = [parameter.operand for parameter in parameters]
         may_share = path == "twell" and is_on_gpu(x) and self._has_gate and not is_float8
-        sharing = {"share_neurons": self.auto_state.shares_neurons} if may_share else {}
+        sharing = {"learned": self.auto_state.learned} if may_share else {}
         y, activations = forward(x, *weights, **options, **sharing)
         self._last = _LastCall(path, activations)
         if not _is_recorded(x):
@@ -505,7 +505,8 @@ class FeedForward:
         """Return whether blocks of tokens share neurons, or it has to be tried out."""
         state = self.auto_state
         is_open = state.sharing_tokens is None
-        return tokens >= FEWEST_SHARING and (state.shares_neurons or is_open) and self._has_gate
+        shares = state.learned is not None
+        return tokens >= FEWEST_SHARING and (shares or is_open) and self._has_gate
 
     def _measure_sharing(self, activations: Any, x: Array) -> None:
         """Find out now and then whether blocks of tokens are to share neurons in the next call.
@@ -513,17 +514,31 @@ class FeedForward:
         Without activations, after a call that could not share any, only tokens are counted.
         """
         tokens, width = x.shape
-        shares, sharing_tokens = self.auto_state.shares_neurons, self.auto_state.sharing_tokens
-        if sharing_tokens is not None:
-            sharing_tokens += tokens
-            if sharing_tokens >= TOKENS_A_MEASUREMENT_OF_SHARING:
-                sharing_tokens = None
-        if sharing_tokens is None and activations is not None:
+        self.count_sharing_tokens(tokens)
+        if self.auto_state.sharing_tokens is None and activations is not None:
             family = importlib.import_module(f"{twell.__name__}.cuda")
-            shares, sharing_tokens = family.worth_sharing(activations, width), 0
-        self.auto_state = self.auto_state._replace(
-            shares_neurons=shares, sharing_tokens=sharing_tokens
-        )
+            learned = family.learn_to_share(activations, width, self.auto_state.learned)
+            self.auto_state = self.auto_state._replace(learned=learned, sharing_tokens=0)
+
+    def measures_sharing(self, tokens: int) -> bool:
+        """Return whether a call on the path ``twell`` of a GPU is to measure sharing."""
+        is_due = self.auto_state.sharing_tokens is None
+        return is_due and tokens >= FEWEST_SHARING and self._has_gate
+
+    def count_sharing_tokens(self, tokens: int) -> None:
+        """Count the tokens of a call; enough of them, and sharing is to be measured anew.
+
+        Calls count for themselves, but for those that are replays of a recording.
+        """
+        seen = self.auto_state.sharing_tokens
+        if seen is not None:
+            seen += tokens
+            is_due = seen >= TOKENS_A_MEASUREMENT_OF_SHARING
+            self.auto_state = self.auto_state._replace(sharing_tokens=None if is_due else seen)
+
+    def forget_pattern(self) -> None:
+        """Let the next call measure sharing anew, as one does that knows of none before."""
+        self.auto_state = self.auto_state._replace(learned=None, sharing_tokens=None)
 
     def _measure(self, tokens: int) -> None:
         density, unmeasured_tokens, *_ = self.auto_state

@@ -69,6 +69,7 @@ from twell_numba.kernels.twell.cuda_tail import (
     tail_up,
 )
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
+from twell_numba.kernels.twell.token_groups import LearnedPattern, order_tokens
 
 # TwELL's layout unless another is asked for. Memory grows with the slots; in trained sparse models
 # at most 28 of 256 neurons fire for a token.
@@ -120,7 +121,7 @@ def gated_ffn_forward(
     slots: int = SLOTS,
     *,
     compact_tail: bool = False,
-    share_neurons: bool = False,
+    learned: LearnedPattern | None = None,
 ) -> tuple[DeviceArray, DeviceActivations]:
     """Compute y = (relu(x Wg^T) * (x Wu^T)) Wd, reading up and down only where relu is positive.
 
@@ -135,10 +136,10 @@ def gated_ffn_forward(
     compact_tail : bool
         Where x Wg^T is in memory, keep rows of which a tile overflows, instead of all of it, for
         the backward pass; this waits for the GPU once.
-    share_neurons : bool
+    learned : LearnedPattern, optional
         Let blocks of 128 tokens read each of their neurons' weights once, forward and backward,
-        where :func:`shared_neurons.fits`: the faster, the more neurons they have in common. See
-        :func:`worth_sharing`.
+        where :func:`shared_neurons.fits`: the faster, the more neurons they have in common. Tokens
+        of a group come into a block. See :func:`learn_to_share`.
 
     Returns
     -------
@@ -160,8 +161,8 @@ def gated_ffn_forward(
         return decode_forward(x, gate_weight, up_weight, down_weight)
     weights = (gate_weight, up_weight, down_weight)
     activations = pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
-    fits = shared_neurons.fits(x, up_weight, down_weight, activations)
-    activations.shares_neurons = share_neurons and fits
+    if learned is not None and shared_neurons.fits(x, up_weight, down_weight, activations):
+        activations.token_order = order_tokens(activations, learned)
     return forward_packed(x, up_weight, down_weight, activations), activations
 
 
@@ -288,16 +289,27 @@ def activation_statistics_on_gpu(
     return totals, activations.fired
 
 
-def worth_sharing(activations: DeviceActivations, width: int) -> bool:
-    """Return whether to share neurons with tokens like these; waits for the GPU.
+def learn_to_share(
+    activations: DeviceActivations, width: int, learned: LearnedPattern | None = None
+) -> LearnedPattern | None:
+    """Learn which tokens need the same neurons; waits for the GPU.
 
     Parameters
     ----------
     activations : DeviceActivations
+        Of tokens like those to come, at best thousands.
     width : int
         D.
+    learned : LearnedPattern, optional
+        What was learned earlier.
+
+    Returns
+    -------
+    LearnedPattern or None
+        For :func:`gated_ffn_forward`; ``learned`` itself if it is about as good as what would be
+        learned now, None if sharing would not be faster.
     """
-    return shared_neurons.worth_sharing(activations, width)
+    return shared_neurons.learn_to_share(activations, width, learned)
 
 
 # ---- Checks
@@ -450,15 +462,16 @@ def forward_packed(
     y = empty(x.shape, x.dtype, x.stream)
     statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     is_aligned = rows_are_aligned(x, up_weight, down_weight)
-    if packed.shares_neurons:
+    if packed.token_order is not None:
         shared_neurons.forward_entries(x, up_weight, down_weight, packed, y)
     elif is_aligned and width:
         strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
     else:
         forward_rows(
             forward_rows.blocks_of_warps(rows), x, up_weight, down_weight, packed.values,
-            packed.columns, packed.counts, packed.up_values, y, *statistics, packed.counts, rows,
-            width, packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned, 0,
+            packed.columns, packed.counts, packed.up_values, y, *statistics, packed.counts,
+            packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, int(packed.gated),
+            is_aligned, 0,
         )  # fmt: skip
     forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
@@ -549,7 +562,7 @@ def _backward(
     scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
     is_aligned = rows_are_aligned(dy, x, *weights, *gradients)
     dx = empty(x.shape, x.dtype, x.stream)
-    if packed.shares_neurons and is_aligned:
+    if packed.token_order is not None and is_aligned:
         shared_neurons.backward_entries(dy, x, weights, packed, scale, gradients, dx)
     elif is_aligned and x.shape[1]:
         strip_rows.backward_entries(dy, x, weights, packed, scale, gradients, dx)
@@ -576,7 +589,8 @@ def _backward_by_warps(
     backward_rows(
         backward_rows.blocks_of_warps(rows), dy, *weights, packed.values, packed.columns,
         packed.counts, packed.up_values, l1_scale, entry_places, hidden, d_pattern, d_up, dx,
-        packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, gated, is_aligned, 0,
+        packed.counts, packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, gated,
+        is_aligned, 0,
     )  # fmt: skip
     if rows and neurons and width:
         add_gradients(

@@ -66,8 +66,8 @@ class DeviceActivations:
         Whether the neuron's h was not 0 for at least one row.
     tail_source : TailSource or None
         What the tail is computed anew from.
-    shares_neurons : bool
-        Whether blocks of tokens share their neurons.
+    token_order : DeviceArray of int32, shape (M,), or None
+        All tokens, in the order of the blocks that share their neurons; None if none do.
     """
 
     is_on_gpu: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class DeviceActivations:
     row_absolute_sums: DeviceArray
     fired: DeviceArray
     tail_source: TailSource | None = None
-    shares_neurons: bool = False
+    token_order: DeviceArray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

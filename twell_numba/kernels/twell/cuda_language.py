@@ -144,6 +144,45 @@ def block_prefix(value):
 
 
 @device_function
+def prefix_of_block(value, parts):
+    """Return the sum of an int32 over the threads before this one, and over the whole block.
+
+    ``parts`` are 66 words of shared memory.
+    """
+    lane, warp = types.int32(cuda.threadIdx.x % 32), types.int32(cuda.threadIdx.x // 32)
+    before, total = prefix_of_warp(value)
+    if lane == 0:
+        parts[warp] = total
+    cuda.syncthreads()
+    if warp == 0:
+        of_warp = types.int32(0)
+        if lane < cuda.blockDim.x // 32:
+            of_warp = parts[lane]
+        earlier, total = prefix_of_warp(of_warp)
+        parts[33 + lane] = earlier
+        if lane == 0:
+            parts[32] = total
+    cuda.syncthreads()
+    before = types.int32(before + parts[33 + warp])
+    total = parts[32]
+    cuda.syncthreads()  # the next prefix writes to the same place
+    return before, total
+
+
+@device_function
+def prefix_of_warp(value):
+    """Return the sum of an int32 over the lanes before this one, and over the whole warp."""
+    lane = types.int32(cuda.threadIdx.x % 32)
+    before = types.int32(0)
+    total = types.int32(value)
+    for step in range(5):
+        other = cuda.shfl_xor_sync(FULL_WARP, total, 1 << step)
+        before = types.int32(before + (other if lane >> step & 1 == 1 else 0))
+        total = types.int32(total + other)
+    return before, total
+
+
+@device_function
 def sign(value, one):
     """Return -1, 0 or 1, of the type of ``one``; NaN stays NaN."""
     result = value

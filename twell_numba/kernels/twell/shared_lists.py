@@ -1,8 +1,8 @@
-"""Which neurons blocks of consecutive tokens share, on a GPU.
+"""Which neurons blocks of tokens share, on a GPU.
 
-    U_b = neurons that fire for any of the tokens 128 b to 128 b + 127, ascending
+    U_b = neurons that fire for any of the tokens order[128 b] to order[128 b + 127], ascending
 
-and the entries of a block's rows side by side, each with where in U_b its neuron is.
+and the entries of a block's tokens side by side, each with where in U_b its neuron is.
 
 A block of threads makes the lists of a block of tokens, in shared memory: a bit for each neuron
 that fires; how many are set below an entry's own is its position. The same lists in every run.
@@ -22,7 +22,6 @@ from llvmlite import ir
 
 from twell_numba.device.gpu import DeviceArray, empty, kernel
 from twell_numba.device.gpu.language import (
-    FULL_WARP,
     cuda,
     device_function,
     intrinsic,
@@ -31,9 +30,7 @@ from twell_numba.device.gpu.language import (
     types,
 )
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
-from twell_numba.kernels.twell.cuda_language import (
-    count_bits,
-)
+from twell_numba.kernels.twell.cuda_language import count_bits, prefix_of_block
 from twell_numba.kernels.twell.entry_transpose import set_shared_bit
 
 _i64 = ir.IntType(64)
@@ -75,6 +72,8 @@ class SharedNeurons:
     ----------
     room : int
         Neurons that a block can have, a multiple of 256.
+    tokens : DeviceArray of int32, shape (M,)
+        All tokens, 128 of a block side by side.
     neurons : DeviceArray of int32, shape (blocks, room)
     counts : DeviceArray of int32, shape (blocks,)
         Neurons of each block; 0 where they are not to be shared.
@@ -92,6 +91,7 @@ class SharedNeurons:
     """
 
     room: int
+    tokens: DeviceArray
     neurons: DeviceArray
     counts: DeviceArray
     entries: DeviceArray
@@ -105,13 +105,15 @@ class SharedNeurons:
         return self.room // NEURONS
 
 
-def list_shared_neurons(packed: DeviceActivations, room: int) -> SharedNeurons:
+def list_shared_neurons(packed: DeviceActivations, order: DeviceArray, room: int) -> SharedNeurons:
     """List the neurons of each block of tokens; nothing waits.
 
     Parameters
     ----------
     packed : DeviceActivations
         Of up to 32768 neurons, and as many slots a row.
+    order : DeviceArray of int32, shape (M,)
+        All tokens, those of a block side by side.
     room : int
         Neurons that a block can have, a multiple of 256; blocks with more do not share.
     """
@@ -119,6 +121,7 @@ def list_shared_neurons(packed: DeviceActivations, room: int) -> SharedNeurons:
     blocks, parts = -(-rows // TOKENS), room // NEURONS
     shared = SharedNeurons(
         room,
+        order,
         empty((blocks, room), np.int32, stream),
         empty(blocks, np.int32, stream),
         empty((blocks, ENTRIES), np.int64, stream),
@@ -127,51 +130,12 @@ def list_shared_neurons(packed: DeviceActivations, room: int) -> SharedNeurons:
         empty(1 + blocks, np.int64, stream),
     )
     list_union(
-        blocks, packed.values, packed.columns, packed.counts, shared.neurons, shared.counts,
+        blocks, packed.values, packed.columns, packed.counts, order, shared.neurons, shared.counts,
         shared.entries, shared.starts, rows, packed.tile, packed.tiles, packed.slots, room,
         -(-neurons // 32),
     )  # fmt: skip
     order_blocks(1, shared.counts, shared.items, shared.order, blocks)
     return shared
-
-
-@device_function
-def prefix_of_block(value, parts):
-    """Return the sum of an int32 over the threads before this one, and over the whole block.
-
-    ``parts`` are 66 words of shared memory.
-    """
-    lane, warp = types.int32(cuda.threadIdx.x % 32), types.int32(cuda.threadIdx.x // 32)
-    before, total = prefix_of_warp(value)
-    if lane == 0:
-        parts[warp] = total
-    cuda.syncthreads()
-    if warp == 0:
-        of_warp = types.int32(0)
-        if lane < cuda.blockDim.x // 32:
-            of_warp = parts[lane]
-        earlier, total = prefix_of_warp(of_warp)
-        parts[33 + lane] = earlier
-        if lane == 0:
-            parts[32] = total
-    cuda.syncthreads()
-    before = types.int32(before + parts[33 + warp])
-    total = parts[32]
-    cuda.syncthreads()  # the next prefix writes to the same place
-    return before, total
-
-
-@device_function
-def prefix_of_warp(value):
-    """Return the sum of an int32 over the lanes before this one, and over the whole warp."""
-    lane = types.int32(cuda.threadIdx.x % 32)
-    before = types.int32(0)
-    total = types.int32(value)
-    for step in range(5):
-        other = cuda.shfl_xor_sync(FULL_WARP, total, 1 << step)
-        before = types.int32(before + (other if lane >> step & 1 == 1 else 0))
-        total = types.int32(total + other)
-    return before, total
 
 
 @device_function
@@ -221,20 +185,28 @@ def position_of(bits, before, neuron):
 
 
 @device_function
-def sum_of_counts(counts, first, n):
-    """Return how many entries ``n`` cells have."""
+def count_of_cell(counts, tokens, cell, last, tiles):
+    """Return how many entries a cell of a block has; 0 past the last."""
+    inside = min(cell, last)
+    row = types.int32(inside // tiles)
+    at = types.int64(tokens[row]) * tiles + types.int32(inside - row * tiles)
+    count = load(counts, at)
+    return count if cell <= last else types.int32(0)
+
+
+@device_function
+def sum_of_counts(counts, tokens, first, n, tiles):
+    """Return how many entries ``n`` cells of a block have."""
     total = types.int32(0)
+    last = types.int32(first + n - 1)
     i = types.int32(0)
     while i < n:
-        last = first + types.int32(n - 1)
-        cell = first + i
-        a = load(counts, cell)
-        b = load(counts, min(cell + 1, last))
-        c = load(counts, min(cell + 2, last))
-        d = load(counts, min(cell + 3, last))
-        left = types.int32(n - i)
-        total = types.int32(total + a + (b if left > 1 else 0))
-        total = types.int32(total + (c if left > 2 else 0) + (d if left > 3 else 0))
+        cell = types.int32(first + i)
+        a = count_of_cell(counts, tokens, cell, last, tiles)
+        b = count_of_cell(counts, tokens, types.int32(cell + 1), last, tiles)
+        c = count_of_cell(counts, tokens, types.int32(cell + 2), last, tiles)
+        d = count_of_cell(counts, tokens, types.int32(cell + 3), last, tiles)
+        total = types.int32(total + a + b + c + d)
         i = types.int32(i + 4)
     return total
 
@@ -248,8 +220,8 @@ def start_of(listed, e, columns_of_starts):
 
 @kernel(threads=THREADS, shared_memory=8 * ENTRIES)
 def list_union(
-    values, columns, counts, neurons, union_counts, entries, starts, rows, tile, tiles, slots, room,
-    words,
+    values, columns, counts, order, neurons, union_counts, entries, starts, rows, tile, tiles,
+    slots, room, words,
 ):  # fmt: skip
     """List the neurons that fire for a block of tokens, and its entries."""
     # neurons, later with 16 bits of their position above; and places in the row, with the row above
@@ -257,6 +229,7 @@ def list_union(
     bits = cuda.shared.array(MOST_WORDS, types.int32)
     before = cuda.shared.array(MOST_WORDS, types.int32)
     parts = cuda.shared.array(66, types.int32)
+    tokens = cuda.shared.array(TOKENS, types.int32)
     thread = types.int32(cuda.threadIdx.x)
     threads = types.int32(cuda.blockDim.x)
     block = types.int64(cuda.blockIdx.x)
@@ -265,6 +238,9 @@ def list_union(
     while w < words:
         bits[w] = 0
         w = types.int32(w + threads)
+    if thread < TOKENS:
+        tokens[thread] = load(order, min(block * TOKENS + thread, rows - 1))
+    cuda.syncthreads()
 
     # a thread has cells side by side, so that one sum says where its entries go
     in_row = types.int32(tiles)
@@ -272,16 +248,16 @@ def list_union(
     most = types.int32((cells + threads - 1) // threads)
     cell = types.int32(min(thread * most, cells))
     end = types.int32(min(cell + most, cells))
-    first_cell = block * TOKENS * tiles
-    own = sum_of_counts(counts, first_cell + cell, types.int32(end - cell))
+    own = sum_of_counts(counts, tokens, cell, types.int32(end - cell), in_row)
     at, total = prefix_of_block(own, parts)
     fits = total <= ENTRIES
     row = types.int32(cell // in_row)
     t = types.int32(cell - row * in_row)
     while fits and cell < end:
-        count = load(counts, first_cell + cell)
+        at_cell = types.int64(tokens[row]) * tiles + t
+        count = load(counts, at_cell)
         list_cell(
-            listed, bits, columns, (first_cell + cell) * slots,
+            listed, bits, columns, at_cell * slots,
             types.int32(row << 16 | types.int32(t * slots)), types.int32(t * tile), count, at,
         )  # fmt: skip
         at = types.int32(at + count)
@@ -320,13 +296,12 @@ def list_union(
 
         columns_of_starts = types.int32(room // NEURONS + 1)
         first_start = block * TOKENS * columns_of_starts
-        first_slot = first_cell * slots
-        row_slots = types.int32(tiles * slots)
+        row_slots = tiles * slots
         e = thread
         while e < total:
             code, place = listed[e], listed[ENTRIES + e]
             token, in_row = types.int32(place >> 16), types.int32(place & 0xFFFF)
-            value = half_bits(values, first_slot + types.int32(token * row_slots + in_row))
+            value = half_bits(values, types.int64(tokens[token]) * row_slots + in_row)
             high = types.int64(types.int32(code & 0xFFFF)) | value << 16
             low = types.int64(types.int32(code & 0xFF0000) | in_row)
             store(entries, block * ENTRIES + e, high << 32 | low)

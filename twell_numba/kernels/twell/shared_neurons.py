@@ -97,6 +97,7 @@ from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
 from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
+from twell_numba.kernels.twell.learned_groups import learn_pattern
 from twell_numba.kernels.twell.shared_lists import (
     ENTRIES,
     MOST_NEURONS,
@@ -106,6 +107,7 @@ from twell_numba.kernels.twell.shared_lists import (
     SharedNeurons,
     list_shared_neurons,
 )
+from twell_numba.kernels.twell.token_groups import LearnedPattern, order_tokens
 
 # Warpgroups of a block that multiply, ROWS tokens each; one more brings their operands.
 CONSUMERS = 2
@@ -124,8 +126,10 @@ LINE_BYTES = 2 * COLUMNS
 BARRIERS = LINES + CONSUMERS * 4 * 8 * LINE_BYTES
 SHARED_BYTES = BARRIERS + 16 * STAGES + ALIGNMENT
 FULL, FREE = BARRIERS, BARRIERS + 8 * STAGES
-# Rows of the right operand of which each producer brings 16 bytes, and how far they are apart.
+# Rows of the right operand, and of tokens, of which each producer brings 16 bytes, and how far they
+# are apart.
 OWN_ROWS = NEURONS * ROW_BYTES // 16 // PRODUCERS
+OWN_TOKENS = TOKENS * ROW_BYTES // 16 // PRODUCERS
 OWN_ROWS_APART = PRODUCERS // 8
 
 # Entries that a lane reads at a time.
@@ -138,6 +142,9 @@ REST_BLOCKS = 4
 MOST_ROWS = 2**23  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.2
+# What is learned anew takes the place of what was learned before if blocks then have so many times
+# as many: recordings have to be made anew for it.
+WORTH_LEARNING = 1.05
 LEAST_NUMBERS = 2**23
 
 
@@ -145,11 +152,11 @@ LEAST_NUMBERS = 2**23
 
 
 @inlined
-def make_barriers(stages):
-    """Make the barriers of all stages."""
+def make_barriers(stages, arrivals):
+    """Make the barriers of all stages, which are full after so many arrivals."""
     if cuda.threadIdx.x == 0:
         for i in range(STAGES):
-            make_barrier(stages + FULL + 8 * i, PRODUCERS + 1)
+            make_barrier(stages + FULL + 8 * i, arrivals)
             make_barrier(stages + FREE + 8 * i, CONSUMERS)
         publish_barriers()
     wait_for_cluster()
@@ -257,15 +264,19 @@ def share(sums, half, lines):
 
 
 @inlined
-def bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, room):
+def row_of(tokens, block, token, rows):
+    """Return which token one of a block is; the last one past it."""
+    return types.int64(load(tokens, min(block * TOKENS + token, rows - 1)))
+
+
+@inlined
+def bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width, room):
     """Bring tokens and their neurons' rows, 64 columns at a time; for the producers."""
     thread = types.int64(cuda.threadIdx.x)
-    x_map_there = types.int64(0)
-    if thread == 0:
-        x_map_there = write_tensor_map(maps, types.int64(cuda.blockIdx.x) * WORDS, x_map)
     own = cuda.local.array(OWN_ROWS, types.int64)
+    own_tokens = cuda.local.array(OWN_TOKENS, types.int64)
     line, chunk = int32(thread // 8), int32(thread % 8)
-    own_target = int32(stages + LEFT_BYTES + line * ROW_BYTES + 16 * (chunk ^ (line % 8)))
+    own_target = int32(stages + line * ROW_BYTES + 16 * (chunk ^ (line % 8)))
     stage = int32(0)
     parity = int32(1)
     steps = int32((width + INNER - 1) // INNER)
@@ -276,20 +287,22 @@ def bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, ro
         block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, int32(code & 0xFFFF)
         item += types.int64(cuda.gridDim.x)
         code = load(items, 1 + min(item, total - 1))  # in time for the next
-        first = block * room + low
-        for i in range(OWN_ROWS):
+        for i in range(OWN_TOKENS):
             # the last one's row also instead of those past it
-            r = min(int32(line + OWN_ROWS_APART * i), int32(n - 1))
-            own[i] = address_of(weight, types.int64(load(neurons, first + r)) * width + chunk * 8)
+            row = row_of(tokens, block, line + OWN_ROWS_APART * i, rows)
+            own_tokens[i] = address_of(x, row * width + chunk * 8)
+        for i in range(OWN_ROWS):
+            r = block * room + low + min(int32(line + OWN_ROWS_APART * i), int32(n - 1))
+            own[i] = address_of(weight, types.int64(load(neurons, r)) * width + chunk * 8)
         for step in range(steps):
             wait_for_phase(int32(stages + int32(FREE) + int32(8) * stage), parity)
-            barrier = int32(stages + int32(FULL) + int32(8) * stage)
-            if thread == 0:
-                arrive_and_expect(barrier, LEFT_BYTES)
-                target = int32(stages + int32(STAGE_BYTES) * stage)
-                copy_box(target, x_map_there, step * INNER, block * TOKENS, barrier)
             first_column = int32(step * INNER + chunk * 8)
             target = int32(own_target + int32(STAGE_BYTES) * stage)
+            for i in range(OWN_TOKENS):
+                place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
+                copy_sixteen_bytes(place, own_tokens[i], first_column, width)
+                own_tokens[i] += ROW_BYTES
+            target = int32(target + int32(LEFT_BYTES))
             for i in range(OWN_ROWS // 2):
                 place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
                 copy_sixteen_bytes(place, own[i], first_column, width)
@@ -297,7 +310,7 @@ def bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, ro
                 for i in range(OWN_ROWS // 2, OWN_ROWS):
                     place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
                     copy_sixteen_bytes(place, own[i], first_column, width)
-            arrive_when_copied(barrier)
+            arrive_when_copied(int32(stages + int32(FULL) + int32(8) * stage))
             for i in range(OWN_ROWS):
                 own[i] += ROW_BYTES
             stage, parity = after(stage, parity)
@@ -351,12 +364,11 @@ def load_entries(codes, entries, entry, end):
 
 
 @inlined
-def finish_hidden(codes, lines, token, low, ahead, entries, layout, results):
+def finish_hidden(codes, lines, token, row, low, ahead, entries, layout, results):
     """Compute u and h of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
     block, row_slots, room, rows, parts = layout
     up_values, hidden, fired, row_counts, row_sums = results
-    row = block * TOKENS + token
     first_slot, first_place = row * row_slots, (block * room + low) * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
     nonzeros = int32(0)
@@ -382,19 +394,19 @@ def finish_hidden(codes, lines, token, low, ahead, entries, layout, results):
     absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 2)
     nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 1))
     nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 2))
-    if cuda.threadIdx.x % 4 == 0 and row < rows:
+    if cuda.threadIdx.x % 4 == 0 and block * TOKENS + token < rows:
         store(row_counts, row * parts + low // NEURONS, nonzeros)
         store(row_sums, row * parts + low // NEURONS, absolute_sum)
 
 
 @inlined
-def finish_d_hidden(codes, lines, token, low, ahead, arrays, layout, results):
+def finish_d_hidden(codes, lines, token, row, low, ahead, arrays, layout, results):
     """Compute dh, dg and du of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
     entries, up_values, entry_places, l1 = arrays
     block, row_slots, room, rows, parts = layout
     d_pattern, d_up, list_hidden, list_pattern, list_up = results
-    first_slot = (block * TOKENS + token) * row_slots
+    first_slot = row * row_slots
     first_place = (block * room + low) * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
     ups = cuda.local.array(BATCH, types.float32)
@@ -424,16 +436,16 @@ def finish_d_hidden(codes, lines, token, low, ahead, arrays, layout, results):
 
 @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
 def multiply_tokens(
-    x_map, maps, weight, neurons, items, entries, starts, up_values, hidden, fired, row_counts,
+    x, tokens, weight, neurons, items, entries, starts, up_values, hidden, fired, row_counts,
     row_sums, rows, width, row_slots, room,
 ):  # fmt: skip
     """Compute u and h of all entries of shared blocks; blocks of threads stay."""
     stages = int32((shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT)
-    make_barriers(stages)
+    make_barriers(stages, PRODUCERS)
     thread = int32(cuda.threadIdx.x)
     if thread < PRODUCERS:
         give_registers_away(PRODUCER_REGISTERS)
-        bring_rows_and_tokens(stages, x_map, maps, weight, neurons, items, width, room)
+        bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width, room)
     else:
         take_registers(CONSUMER_REGISTERS)
         consumer = int32((thread - PRODUCERS) // 128)
@@ -455,6 +467,7 @@ def multiply_tokens(
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
             upper = find_entries(starts, block, token, low // NEURONS, parts)
             lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            rows_of = row_of(tokens, block, token, rows), row_of(tokens, block, token + 8, rows)
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(hidden, block, low, n, room, 16 * warp)
@@ -468,24 +481,28 @@ def multiply_tokens(
             layout = (block, row_slots, room, rows, parts)
             results = (up_values, hidden, fired, row_counts, row_sums)
             share(sums, 0, lines)
-            finish_hidden(upper_codes, lines, token, low, upper, arrays, layout, results)
+            finish_hidden(
+                upper_codes, lines, token, rows_of[0], low, upper, arrays, layout, results
+            )
             share(sums, 1, lines)
-            finish_hidden(lower_codes, lines, token + 8, low, lower, arrays, layout, results)
+            finish_hidden(
+                lower_codes, lines, token + 8, rows_of[1], low, lower, arrays, layout, results
+            )
     wait_for_cluster()  # copies may still be under way
 
 
 @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
 def multiply_tokens_backward(
-    dy_map, maps, weight, neurons, items, entries, starts, up_values, entry_places, l1_scale,
+    dy, tokens, weight, neurons, items, entries, starts, up_values, entry_places, l1_scale,
     d_pattern, d_up, list_hidden, list_pattern, list_up, rows, width, row_slots, room,
 ):  # fmt: skip
     """Compute dh, dg and du of all entries of shared blocks; blocks of threads stay."""
     stages = int32((shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT)
-    make_barriers(stages)
+    make_barriers(stages, PRODUCERS)
     thread = int32(cuda.threadIdx.x)
     if thread < PRODUCERS:
         give_registers_away(PRODUCER_REGISTERS)
-        bring_rows_and_tokens(stages, dy_map, maps, weight, neurons, items, width, room)
+        bring_rows_and_tokens(stages, dy, tokens, weight, neurons, items, rows, width, room)
     else:
         take_registers(CONSUMER_REGISTERS)
         consumer = int32((thread - PRODUCERS) // 128)
@@ -508,6 +525,7 @@ def multiply_tokens_backward(
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
             upper = find_entries(starts, block, token, low // NEURONS, parts)
             lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            rows_of = row_of(tokens, block, token, rows), row_of(tokens, block, token + 8, rows)
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(d_pattern, block, low, n, room, 16 * warp)
@@ -522,20 +540,25 @@ def multiply_tokens_backward(
             layout = (block, row_slots, room, rows, parts)
             results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
             share(sums, 0, lines)
-            finish_d_hidden(upper_codes, lines, token, low, upper, arrays, layout, results)
+            finish_d_hidden(
+                upper_codes, lines, token, rows_of[0], low, upper, arrays, layout, results
+            )
             share(sums, 1, lines)
-            finish_d_hidden(lower_codes, lines, token + 8, low, lower, arrays, layout, results)
+            finish_d_hidden(
+                lower_codes, lines, token + 8, rows_of[1], low, lower, arrays, layout, results
+            )
     wait_for_cluster()  # copies may still be under way
 
 
 @kernel()
 def add_statistics_of_parts(
-    union_counts, row_counts, row_sums, nonzeros, absolute_sums, rows, parts
+    union_counts, tokens, row_counts, row_sums, nonzeros, absolute_sums, rows, parts
 ):  # fmt: skip
     """Add up the statistics of rows of shared blocks; a thread takes a row."""
-    row = types.int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
-    if row < rows:
-        neurons = load(union_counts, row // TOKENS)
+    place = types.int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
+    if place < rows:
+        row = types.int64(load(tokens, place))
+        neurons = load(union_counts, place // TOKENS)
         count = types.int32(0)
         total = number(absolute_sums, 0)
         for p in range((neurons + NEURONS - 1) // NEURONS):
@@ -612,12 +635,12 @@ def bring_rows_and_entries(
 
 
 @inlined
-def write_rows(y, lines, first_row, column, rows, width):
+def write_rows(y, tokens, lines, first, column, rows, width):
     """Write eight lines to rows of y; a warp does."""
     lane = types.int64(cuda.threadIdx.x % 32)
     for line in range(8):
-        row = first_row + line
-        if row < rows and column + lane * 8 < width:
+        if first + line < rows and column + lane * 8 < width:
+            row = types.int64(load(tokens, first + line))
             words = load_four_shared_words(int32(line_address(lines, line) ^ int32(16 * lane)))
             store_four_words(y, row * width + column + lane * 8, words)
 
@@ -628,13 +651,13 @@ def sum_neurons(two: bool) -> Kernel:
 
     @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
     def sum_neurons(
-        first_map, second_map, maps, first_weight, second_weight, neurons, order, y, rows, width,
-        room,
+        first_map, second_map, maps, first_weight, second_weight, neurons, order, tokens, y, rows,
+        width, room,
     ):  # fmt: skip
         stages = int32(
             (shared_address(cuda.shared.array(0, types.int32)) + ALIGNMENT - 1) & -ALIGNMENT
         )
-        make_barriers(stages)
+        make_barriers(stages, PRODUCERS + 1)
         thread = int32(cuda.threadIdx.x)
         strips = (width + COLUMNS - 1) // COLUMNS
         total = load(order, 0) * strips
@@ -680,11 +703,11 @@ def sum_neurons(two: bool) -> Kernel:
                 stage, parity = multiply_by_rows(
                     sums, steps, stages, consumer, thread, stage, parity
                 )
-                row = block * TOKENS + 16 * warp
+                first = block * TOKENS + 16 * warp
                 share(sums, 0, lines)
-                write_rows(y, lines, row, column, rows, width)
+                write_rows(y, tokens, lines, first, column, rows, width)
                 share(sums, 1, lines)
-                write_rows(y, lines, row + 8, column, rows, width)
+                write_rows(y, tokens, lines, first + 8, column, rows, width)
         wait_for_cluster()  # copies may still be under way
 
     return sum_neurons
@@ -709,17 +732,36 @@ def _can_list(packed: DeviceActivations) -> bool:
     return packed.gated and is_for_it and is_small
 
 
-def worth_sharing(packed: DeviceActivations, width: int) -> bool:
-    """Return whether sharing is faster than strips, with tokens like these; waits for the GPU."""
+def learn_to_share(
+    packed: DeviceActivations, width: int, learned: LearnedPattern | None = None
+) -> LearnedPattern | None:
+    """Return by what sharing is faster than strips, with tokens like these, or None.
+
+    Waits for the GPU. See :func:`twell_numba.kernels.twell.cuda.learn_to_share`.
+    """
+    if not _can_list(packed) or packed.shape[0] * width < LEAST_NUMBERS:
+        return None
+    newly_learned = learn_pattern(packed)
+    found = entries_a_neuron(packed, newly_learned)
+    if learned is not None and entries_a_neuron(packed, learned) >= found / WORTH_LEARNING:
+        newly_learned = learned
+    return newly_learned if found >= ENTRIES_A_NEURON else None
+
+
+def entries_a_neuron(packed: DeviceActivations, learned: LearnedPattern) -> float:
+    """Return how many entries blocks have for each of their neurons; 0 where one cannot share.
+
+    Waits for the GPU.
+    """
     rows = packed.shape[0]
-    if not _can_list(packed) or rows * width < LEAST_NUMBERS:
-        return False
-    counts = list_shared_neurons(packed, room_for(packed.neurons)).counts.to_numpy()
-    entries = np.zeros(counts.size * TOKENS, np.int64)
-    entries[:rows] = packed.row_nonzeros.to_numpy()
+    order = order_tokens(packed, learned)
+    entries = np.zeros(-(-rows // TOKENS) * TOKENS, np.int64)
+    entries[:rows] = packed.row_nonzeros.to_numpy()[order.to_numpy()]
     entries = entries.reshape(-1, TOKENS).sum(axis=1)
+    counts = list_shared_neurons(packed, order, room_for(packed.neurons)).counts.to_numpy()
     can_share = (counts > 0) | (entries == 0)
-    return bool(can_share.all() and entries.sum() >= ENTRIES_A_NEURON * counts.sum(dtype=np.int64))
+    neurons = int(counts.sum(dtype=np.int64))
+    return int(entries.sum()) / neurons if neurons and can_share.all() else 0.0
 
 
 def room_for(neurons: int) -> int:
@@ -728,6 +770,11 @@ def room_for(neurons: int) -> int:
     Three quarters: with more the dense layer is faster, and what they take room for grows.
     """
     return -(-3 * neurons // (4 * NEURONS)) * NEURONS
+
+
+def _list(packed: DeviceActivations) -> SharedNeurons:
+    assert packed.token_order is not None, "set where neurons are to be shared"
+    return list_shared_neurons(packed, packed.token_order, room_for(packed.neurons))
 
 
 def _blocks(x: DeviceArray) -> int:
@@ -750,15 +797,16 @@ def forward_entries(
     """Compute u and y of rows that are not in the tail (y of others becomes 0), and statistics.
 
     Parameters as of :func:`twell_numba.kernels.twell.strip_rows.forward_entries`, where
-    :func:`fits`.
+    :func:`fits`, and with the order of tokens.
     """
     rows, width = x.shape
-    shared = list_shared_neurons(packed, room_for(packed.neurons))
+    shared = _list(packed)
     forward_shared(x, up_weight, down_weight, packed, shared, y)
     cuda_forward.forward_rows(
         REST_BLOCKS * _blocks(x), x, up_weight, down_weight, packed.values, packed.columns,
         packed.counts, packed.up_values, y, packed.row_nonzeros, packed.row_absolute_sums,
-        packed.fired, shared.counts, rows, width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
+        packed.fired, shared.counts, shared.tokens, rows, width, packed.tile, packed.tiles,
+        packed.slots, 1, 1, 1,
     )  # fmt: skip
 
 
@@ -777,12 +825,12 @@ def backward_entries(
     """
     rows, width = dy.shape
     lists, entry_places = list_by_neuron(packed)
-    shared = list_shared_neurons(packed, room_for(packed.neurons))
+    shared = _list(packed)
     backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
     cuda_backward.backward_rows(
         REST_BLOCKS * _blocks(x), dy, *weights, packed.values, packed.columns, packed.counts,
-        packed.up_values, l1_scale, entry_places, *lists.coefficients, dx, shared.counts, rows,
-        width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
+        packed.up_values, l1_scale, entry_places, *lists.coefficients, dx, shared.counts,
+        shared.tokens, rows, width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
     )  # fmt: skip
     pattern_grad, up_grad, down_grad = gradients
     add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
@@ -804,18 +852,18 @@ def forward_shared(
     row_sums = empty((rows, parts), np.float32, x.stream)
     maps = empty((_blocks(x), 2 * WORDS), np.int64, x.stream)
     multiply_tokens(
-        _blocks(x), TensorMap(x, TOKENS), maps, up_weight, shared.neurons, shared.items,
-        shared.entries, shared.starts, packed.up_values, hidden, packed.fired, row_counts, row_sums,
-        rows, width, packed.tiles * packed.slots, shared.room,
+        _blocks(x), x, shared.tokens, up_weight, shared.neurons, shared.items, shared.entries,
+        shared.starts, packed.up_values, hidden, packed.fired, row_counts, row_sums, rows, width,
+        packed.tiles * packed.slots, shared.room,
     )  # fmt: skip
     add_statistics_of_parts(
-        add_statistics_of_parts.blocks(rows), shared.counts, row_counts, row_sums,
+        add_statistics_of_parts.blocks(rows), shared.counts, shared.tokens, row_counts, row_sums,
         packed.row_nonzeros, packed.row_absolute_sums, rows, parts,
     )  # fmt: skip
     hidden_map = TensorMap(hidden, TOKENS)
     sum_neurons(False)(
         _blocks(x), hidden_map, hidden_map, maps, down_weight, down_weight, shared.neurons,
-        shared.order, y, rows, width, shared.room,
+        shared.order, shared.tokens, y, rows, width, shared.room,
     )  # fmt: skip
 
 
@@ -834,11 +882,11 @@ def backward_shared(
     d_pattern, d_up = panels_of(shared, dy), panels_of(shared, dy)
     maps = empty((_blocks(dy), 2 * WORDS), np.int64, dy.stream)
     multiply_tokens_backward(
-        _blocks(dy), TensorMap(dy, TOKENS), maps, weights[2], shared.neurons, shared.items,
-        shared.entries, shared.starts, packed.up_values, entry_places, l1_scale, d_pattern, d_up,
-        *coefficients, rows, width, packed.tiles * packed.slots, shared.room,
+        _blocks(dy), dy, shared.tokens, weights[2], shared.neurons, shared.items, shared.entries,
+        shared.starts, packed.up_values, entry_places, l1_scale, d_pattern, d_up, *coefficients,
+        rows, width, packed.tiles * packed.slots, shared.room,
     )  # fmt: skip
     sum_neurons(True)(
         _blocks(dy), TensorMap(d_pattern, TOKENS), TensorMap(d_up, TOKENS), maps, weights[0],
-        weights[1], shared.neurons, shared.order, dx, rows, width, shared.room,
+        weights[1], shared.neurons, shared.order, shared.tokens, dx, rows, width, shared.room,
     )  # fmt: skip

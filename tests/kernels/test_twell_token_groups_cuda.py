@@ -1,0 +1,113 @@
+"""Groups of tokens for which the same neurons fire, on a GPU, against NumPy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+
+from twell_numba.kernels.twell import cuda, learned_groups, token_groups  # noqa: E402
+from twell_numba.kernels.twell.token_groups import GROUPS, LearnedPattern, order_tokens  # noqa: E402
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# M, F, tile, slots, largest fraction that fires
+SMALL = [(1, 9, 4, 4, 0.5), (70, 600, 256, 200, 0.3), (37, 40, 1, 1, 0.4)]
+LARGE = [(5000, 5632, 256, 32, 0.02), (131_072, 700, 256, 32, 0.05), (3000, 20_000, 256, 200, 0.1)]
+
+
+def make_pattern(rng, problem):
+    """Return which neurons fire, for each token a number of its own of them."""
+    rows, neurons, _, _, most = problem
+    fires = rng.random((rows, neurons), np.float32) < rng.random((rows, 1), np.float32) * most
+    fires[rows // 2] = False  # of no use in telling it apart
+    return fires
+
+
+def pack(machine, fires, tile, slots):
+    gate = np.where(fires, BFLOAT16.type(1), BFLOAT16.type(-1))
+    return cuda.relu_pack(machine.upload(gate), tile, slots)
+
+
+def stored_of(packed, fires):
+    """Return the pattern without rows of which a tile overflows."""
+    stored = fires.copy()
+    stored[packed.tail_rows.to_numpy()[: packed.tail_count.to_numpy()[0]]] = False
+    return stored
+
+
+def wanted_groups(stored, scores):
+    """Return each token's group, by its first 256 neurons, and how far ahead it is of the next."""
+    first = stored & (np.cumsum(stored, axis=1) <= token_groups.MOST_FIRING)
+    sums = first.astype(np.float32) @ scores.astype(np.float32)
+    two = np.partition(sums, -2, axis=1)
+    return sums.argmax(axis=1), two[:, -1] - two[:, -2]
+
+
+def test_tokens_are_ordered_by_group(rng, machine):
+    for problem in machine.shapes(SMALL, LARGE):
+        fires = make_pattern(rng, problem)
+        packed = pack(machine, fires, *problem[2:4])
+        # sums of small integers are exact in any order
+        scores = rng.integers(0, 100, (problem[1], GROUPS)).astype(BFLOAT16)
+        order = order_tokens(packed, LearnedPattern(machine.upload(scores))).to_numpy()
+        groups, _ = wanted_groups(stored_of(packed, fires), scores)
+        np.testing.assert_array_equal(order, np.argsort(groups, kind="stable"))
+
+
+def learned_in_numpy(stored, updates):
+    """Return the scores that k-means arrives at, before groups are numbered."""
+    rows = len(stored)
+    k = np.arange(rows) * GROUPS // rows
+    group_of = np.where(np.arange(rows) == (2 * k + 1) * rows // (2 * GROUPS), k, -1)
+    rarity = np.log((rows + 1) / (stored.sum(axis=0) + 1))
+    scores = np.zeros((stored.shape[1], GROUPS))
+    for update in range(updates):
+        if update:
+            group_of, ahead = wanted_groups(stored, scores)
+            assert ((ahead > 1e-4) | (ahead == 0)).all(), "another example wanted: nearly a tie"
+        counts = np.stack([stored[group_of == k].sum(axis=0) for k in range(GROUPS)])
+        norms = np.sqrt((rarity * counts.astype(np.float64) ** 2).sum(axis=1))
+        scores = (rarity * counts / np.where(norms, norms, 1)[:, None]).T.astype(BFLOAT16)
+    return scores
+
+
+def numbered_in_numpy(scores):
+    """Return the scores with each group followed by what is most like it of those left."""
+    products = scores.astype(np.float32).T @ scores.astype(np.float32)
+    products = products.astype(BFLOAT16).astype(np.float32)
+    chain, left = [0], list(range(1, GROUPS))
+    while left:
+        best = left[int(np.argmax(products[chain[-1], left]))]
+        chain.append(best)
+        left.remove(best)
+    return scores[:, chain]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_groups_are_what_k_means_finds(machine, monkeypatch, updates):
+    rng = np.random.default_rng(updates)
+    monkeypatch.setattr(learned_groups, "UPDATES", updates)
+    fires = make_pattern(rng, (200, 90, 256, 90, 0.3))
+    packed = pack(machine, fires, 256, 90)
+    groups = learned_groups.learn_pattern(packed)
+    found = groups.scores.to_numpy().astype(np.float64)
+    wanted = numbered_in_numpy(learned_in_numpy(fires, updates)).astype(np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=1e-2)
+
+
+def test_alike_tokens_come_together(machine):
+    rng = np.random.default_rng(0)
+    kinds, rows = 5, 256 if not machine.is_real else 4096
+    of_kind = rng.random((kinds, 300)) < 0.1
+    kind_of = rng.integers(0, kinds, rows)
+    fires = of_kind[kind_of] ^ (rng.random((rows, 300)) < 0.01)
+    packed = pack(machine, fires, 256, 64)
+    groups = learned_groups.learn_pattern(packed)
+    order = order_tokens(packed, groups).to_numpy()
+    np.testing.assert_array_equal(np.sort(order), np.arange(rows))
+    changes = np.count_nonzero(np.diff(kind_of[order]))
+    assert changes < rows / 16, "of about 4 rows / 5 before"
+    again = learned_groups.learn_pattern(packed)
+    np.testing.assert_array_equal(
+        again.scores.to_numpy().view(np.uint16), groups.scores.to_numpy().view(np.uint16)
+    )
