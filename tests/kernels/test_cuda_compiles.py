@@ -258,14 +258,22 @@ def signatures(dtype):
             ),
         },
         "twell.token_groups": {
-            "group_tokens": ("uint16*", "int32*", array, "int32*", *[size] * 4),
-            "place_tokens": ("int32*", "int32*", size),
+            "group_tokens": ("uint16*", "int32*", "uint8*", "uint8*", *[size] * 4),
+            "place_tokens": ("uint8*", "int32*", size),
         },
         "twell.learned_groups": {
-            "seed_groups": ("int32*", "int32*", size),
-            "count_by_group": ("int32*", "uint16*", "int32*", "int32*"),
+            "seed_groups": ("uint8*", "int32*", size),
+            "count_by_group": ("int32*", "uint16*", "uint8*", "int32*"),
             "add_squares": ("int32*", "int32*", "float32*", size, size),
-            "score_neurons": (*["int32*"] * 2, "float32*", "int32*", array, size, size),
+            "score_neurons": (
+                *["int32*"] * 2,
+                "float32*",
+                "int32*",
+                "uint8*",
+                array,
+                size,
+                size,
+            ),
             "number_groups": (array, "int32*"),
         },
         "twell.hopper_gate": {

@@ -93,7 +93,7 @@ def make_order(rng, machine, rows):
 
 def make_groups(rng, machine, neurons):
     """Return groups of tokens by scores without meaning."""
-    scores = rng.random((neurons, GROUPS)).astype(BFLOAT16)
+    scores = rng.integers(0, 128, (neurons, GROUPS)).astype(np.uint8)
     return LearnedPattern(machine.upload(scores))
 
 
