@@ -213,7 +213,8 @@ def signatures(dtype):
                 *["int32*"] * 4,
                 index,
                 "int32*",
-                *[size] * 6,
+                "int32*",
+                *[size] * 7,
             ),
             "order_blocks": ("int32*", index, index, size),
         },
@@ -380,7 +381,7 @@ def twell_signatures(array, wide_array):
         "add_statistics": (counts, wide_array, "float64*", size),
         "count_rows": (*packed, array, counts, *statistics, *[size] * 6),
         "forward_rows": (
-            array, array, array, *packed, array, array, *statistics, counts, counts, *[size] * 8,
+            array, array, array, *packed, array, array, *statistics, *[size] * 7,
         ),
         "tail_up": (array, array, *tail, array, *[size] * 4),
         "tail_d_hidden": (array, array, *tail, "float32*", array, array, *[size] * 5),
@@ -388,8 +389,7 @@ def twell_signatures(array, wide_array):
         "tail_inputs": (array, array, *tail, *[array] * 3, *[size] * 5),
         "tail_gradients": (array, array, *tail, *[array] * 2, *[wide_array] * 3, *[size] * 5),
         "backward_rows": (
-            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, counts, counts,
-            *[size] * 8,
+            *[array] * 4, *packed, array, wide_array, counts, *[array] * 4, *[size] * 7,
         ),
         "add_gradients": (
             array, array, counts, columns, *[array] * 3, *[wide_array] * 3, *[size] * 4,

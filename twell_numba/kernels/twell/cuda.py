@@ -356,11 +356,11 @@ def pack_product(
         gate = matmul(x, weight, transpose_b=True)
         return _pack_gate(gate, tile, slots, gated=gated, compact_tail=compact_tail)
     rows = x.shape[0]
-    packed, overflows = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
+    packed = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
     packed.tail_source = TailSource(x, weight, zeros(2, np.int32, x.stream))
     packing(x, weight, packed.values, packed.columns, packed.counts, slots)
-    mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, packed.tiles, slots)
-    _finish_packing(packed, overflows)
+    mark_tail(mark_tail.blocks(rows), packed.counts, packed.overflows, rows, packed.tiles, slots)
+    _finish_packing(packed)
     return packed
 
 
@@ -381,8 +381,9 @@ def _pack_gate(
 ) -> DeviceActivations:
     """Pack relu(gate)."""
     rows, neurons = gate.shape
-    packed, overflows = _activations(gate.shape, gate, tile, slots, gated=gated)
+    packed = _activations(gate.shape, gate, tile, slots, gated=gated)
     packed.tail_values = gate
+    overflows = packed.overflows
     arrays = (packed.values, packed.columns, packed.counts)
     if tile == TILE_OF_A_WARP and rows_are_aligned(gate):
         blocks = pack_rows.blocks_of_warps(rows)
@@ -394,7 +395,7 @@ def _pack_gate(
             slots,
         )  # fmt: skip
         mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, packed.tiles, slots)
-    _finish_packing(packed, overflows)
+    _finish_packing(packed)
     if compact_tail:
         _make_tail_compact(packed, gate)
     return packed
@@ -402,14 +403,14 @@ def _pack_gate(
 
 def _activations(
     shape: tuple[int, ...], like: DeviceArray, tile: int, slots: int, *, gated: bool
-) -> tuple[DeviceActivations, DeviceArray]:
-    """Return activations to be filled, of ``like``'s dtype, and a bit a row: what overflows."""
+) -> DeviceActivations:
+    """Return activations to be filled, of ``like``'s dtype."""
     (rows, neurons), stream = shape, like.stream
     tiles = -(-neurons // tile)
     places = (rows, tiles * slots)
     words = -(-rows // 32)
     zeroed = zeros(words + 1, np.int32, stream)
-    packed = DeviceActivations(
+    return DeviceActivations(
         neurons=neurons,
         tile=tile,
         slots=slots,
@@ -425,13 +426,13 @@ def _activations(
         row_nonzeros=empty(rows, np.int32, stream),
         row_absolute_sums=empty(rows, arithmetic_dtype(like.dtype), stream),
         fired=zeros(neurons, np.bool_, stream),
+        overflows=zeroed[:words],
     )
-    return packed, zeroed[:words]
 
 
-def _finish_packing(packed: DeviceActivations, overflows: DeviceArray) -> None:
+def _finish_packing(packed: DeviceActivations) -> None:
     """List the tail, and without a gate, count what fires (of the tail, where it is read)."""
-    rows = packed.shape[0]
+    rows, overflows = packed.shape[0], packed.overflows
     if rows:
         list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
     if not packed.gated:
@@ -469,9 +470,8 @@ def forward_packed(
     else:
         forward_rows(
             forward_rows.blocks_of_warps(rows), x, up_weight, down_weight, packed.values,
-            packed.columns, packed.counts, packed.up_values, y, *statistics, packed.counts,
-            packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, int(packed.gated),
-            is_aligned, 0,
+            packed.columns, packed.counts, packed.up_values, y, *statistics, rows, width,
+            packed.tile, packed.tiles, packed.slots, int(packed.gated), is_aligned,
         )  # fmt: skip
     forward_tail(x, up_weight, down_weight, packed, y, is_aligned)
     return y
@@ -589,8 +589,7 @@ def _backward_by_warps(
     backward_rows(
         backward_rows.blocks_of_warps(rows), dy, *weights, packed.values, packed.columns,
         packed.counts, packed.up_values, l1_scale, entry_places, hidden, d_pattern, d_up, dx,
-        packed.counts, packed.counts, rows, width, packed.tile, packed.tiles, packed.slots, gated,
-        is_aligned, 0,
+        rows, width, packed.tile, packed.tiles, packed.slots, gated, is_aligned,
     )  # fmt: skip
     if rows and neurons and width:
         add_gradients(

@@ -64,10 +64,13 @@ class DeviceActivations:
         Sum of |h| of each row.
     fired : DeviceArray of bool, shape (F,)
         Whether the neuron's h was not 0 for at least one row.
+    overflows : DeviceArray of int32, shape (ceil(M / 32),), or None
+        A bit a row: whether it is in the tail. None after decoding.
     tail_source : TailSource or None
         What the tail is computed anew from.
     token_order : DeviceArray of int32, shape (M,), or None
-        All tokens, in the order of the blocks that share their neurons; None if none do.
+        All tokens, in the order of the blocks that share their neurons; None if none do. Blocks
+        that cannot are in the tail.
     """
 
     is_on_gpu: ClassVar[bool] = True
@@ -87,6 +90,7 @@ class DeviceActivations:
     row_nonzeros: DeviceArray
     row_absolute_sums: DeviceArray
     fired: DeviceArray
+    overflows: DeviceArray | None = None
     tail_source: TailSource | None = None
     token_order: DeviceArray | None = None
 

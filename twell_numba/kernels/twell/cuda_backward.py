@@ -30,30 +30,19 @@ from twell_numba.kernels.cuda_vectors import (
     warp_dot,
 )
 from twell_numba.kernels.twell.cuda_language import sign
-from twell_numba.kernels.twell.shared_lists import TOKENS
 
 
 @kernel()
 def backward_rows(
     dy, pattern_weight, up_weight, down_weight, values, columns, counts, up_values, l1_scale,
-    entry_places, list_hidden, list_pattern, list_up, dx, shared, order, rows, width, tile, tiles,
-    slots, gated, is_aligned, leaves_out,
+    entry_places, list_hidden, list_pattern, list_up, dx, rows, width, tile, tiles, slots, gated,
+    is_aligned,
 ):  # fmt: skip
-    """List h, dg and du of every entry, and compute dx of rows not in the tail (of others, 0).
-
-    With ``leaves_out``, only of blocks of tokens of ``order`` that do not share their neurons, 0 in
-    ``shared``.
-    """
+    """List h, dg and du of every entry, and compute dx of rows not in the tail (of others, 0)."""
     l1 = number(dy, load(l1_scale, 0))
     lane = global_thread() % 32
-    place_of_row = global_thread() // 32
-    while place_of_row < rows:
-        if leaves_out != 0 and load(shared, place_of_row // TOKENS) > 0:
-            place_of_row += grid_threads() // 32
-            continue
-        row = place_of_row
-        if leaves_out != 0:
-            row = types.int64(load(order, place_of_row))
+    row = global_thread() // 32
+    while row < rows:
         for t in range(tiles):
             start = (row * tiles + t) * slots
             for place in range(start, start + load(counts, row * tiles + t)):
@@ -85,7 +74,7 @@ def backward_rows(
                     sums = add_scaled(sums, load(list_pattern, entry), numbers)
             store_eight(dx, row * width, d, width, sums, is_aligned)
             d += 256
-        place_of_row += grid_threads() // 32
+        row += grid_threads() // 32
 
 
 @kernel()

@@ -24,28 +24,17 @@ from twell_numba.kernels.cuda_vectors import (
     store_eight,
     warp_dot,
 )
-from twell_numba.kernels.twell.shared_lists import TOKENS
 
 
 @kernel()
 def forward_rows(
     x, up_weight, down_weight, values, columns, counts, up_values, y, nonzeros, absolute_sums,
-    fired, shared, order, rows, width, tile, tiles, slots, gated, is_aligned, leaves_out,
+    fired, rows, width, tile, tiles, slots, gated, is_aligned,
 ):  # fmt: skip
-    """Compute u and y of rows that are not in the tail (y of others becomes 0).
-
-    With ``leaves_out``, only of blocks of tokens of ``order`` that do not share their neurons, 0 in
-    ``shared``.
-    """
+    """Compute u and y of rows that are not in the tail (y of others becomes 0)."""
     lane = global_thread() % 32
-    place_of_row = global_thread() // 32
-    while place_of_row < rows:
-        if leaves_out != 0 and load(shared, place_of_row // TOKENS) > 0:
-            place_of_row += grid_threads() // 32
-            continue
-        row = place_of_row
-        if leaves_out != 0:
-            row = types.int64(load(order, place_of_row))
+    row = global_thread() // 32
+    while row < rows:
         if gated != 0:
             count = 0
             total = number(x, 0)
@@ -79,4 +68,4 @@ def forward_rows(
                     sums = add_scaled(sums, hidden, numbers)
             store_eight(y, row * width, d, width, sums, is_aligned)
             d += 256
-        place_of_row += grid_threads() // 32
+        row += grid_threads() // 32

@@ -30,7 +30,7 @@ from twell_numba.device.gpu.language import (
     types,
 )
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
-from twell_numba.kernels.twell.cuda_language import count_bits, prefix_of_block
+from twell_numba.kernels.twell.cuda_language import count_bits, prefix_of_block, set_bit
 from twell_numba.kernels.twell.entry_transpose import set_shared_bit
 
 _i64 = ir.IntType(64)
@@ -40,9 +40,12 @@ NEURONS = 256  # of an item, at most
 PANEL = 64  # columns of h that lie together
 THREADS = 1024
 MOST_WORDS = 1024  # of 32 neurons, in shared memory
-# Neurons, and as many places in a row, can be: of 15 bits.
+# Neurons can be of 15 bits, as can places in a row; slots of a tile of 9, rows of a block of 7.
 MOST_NEURONS = 32 * MOST_WORDS
-ENTRIES = 24 * 1024  # of a block that shares, at most; in shared memory
+SLOT_BITS, ROW_SHIFT = 9, 24
+MOST_SLOTS = 1 << SLOT_BITS
+ENTRIES = 40 * 1024  # of a block that shares, at most; in shared memory
+AHEAD = 4  # entries of which a thread reads the values before it writes them
 
 
 def _half_bits(typing_context, pointer, index):
@@ -76,17 +79,18 @@ class SharedNeurons:
         All tokens, 128 of a block side by side.
     neurons : DeviceArray of int32, shape (blocks, room)
     counts : DeviceArray of int32, shape (blocks,)
-        Neurons of each block; 0 where they are not to be shared.
+        Neurons of each block, at least 1; 0 where they cannot be shared.
     entries : DeviceArray of int64, shape (blocks, ENTRIES)
         Entries of shared blocks, row after row, with ascending neurons:
-        ``value << 48 | neuron << 32 | position % 256 << 16 | place in the row``.
+        ``value << 48 | neuron << 32 | position in its part << 16 | place in the row``.
     starts : DeviceArray of int32, shape (128 blocks, parts + 1)
-        Where, in its block's list, the entries of each row and part of 256 positions begin.
+        Where, in its block's list, the entries of each row and part begin.
     items : DeviceArray of int64, shape (1 + blocks * parts,)
-        How many parts there are of up to 256 neurons of a block; then for each, those of more than
-        128 neurons first, ``block << 32 | part << 16 | neurons of it``.
+        How many parts there are, each of up to 256 neurons of a block, about as many in all parts
+        of it; then for each, those of a block side by side, ``block << 32 | is it the block's last
+        << 31 | first position << 16 | part << 9 | neurons of it``.
     order : DeviceArray of int64, shape (1 + blocks,)
-        How many blocks there are; then for each, those of most neurons first,
+        How many blocks there are; then for each, those of most neurons first, as in ``items``,
         ``block << 32 | neurons``.
     """
 
@@ -105,13 +109,18 @@ class SharedNeurons:
         return self.room // NEURONS
 
 
-def list_shared_neurons(packed: DeviceActivations, order: DeviceArray, room: int) -> SharedNeurons:
+def list_shared_neurons(
+    packed: DeviceActivations, order: DeviceArray, room: int, *, moves: bool = True
+) -> SharedNeurons:
     """List the neurons of each block of tokens; nothing waits.
+
+    Unless ``moves`` is false, rows of blocks that have too many of them to share, or too many
+    entries, are marked as rows of the tail, which is to be listed anew, and have no entries left.
 
     Parameters
     ----------
     packed : DeviceActivations
-        Of up to 32768 neurons, and as many slots a row.
+        Of up to 32768 neurons, as many slots a row, and 512 a tile.
     order : DeviceArray of int32, shape (M,)
         All tokens, those of a block side by side.
     room : int
@@ -119,6 +128,8 @@ def list_shared_neurons(packed: DeviceActivations, order: DeviceArray, room: int
     """
     (rows, neurons), stream = packed.shape, packed.values.stream
     blocks, parts = -(-rows // TOKENS), room // NEURONS
+    overflows = packed.overflows
+    assert overflows is not None, "no activations of few tokens"
     shared = SharedNeurons(
         room,
         order,
@@ -131,24 +142,23 @@ def list_shared_neurons(packed: DeviceActivations, order: DeviceArray, room: int
     )
     list_union(
         blocks, packed.values, packed.columns, packed.counts, order, shared.neurons, shared.counts,
-        shared.entries, shared.starts, rows, packed.tile, packed.tiles, packed.slots, room,
-        -(-neurons // 32),
+        shared.entries, shared.starts, overflows, rows, packed.tile, packed.tiles, packed.slots,
+        room, -(-neurons // 32), int(moves),
     )  # fmt: skip
     order_blocks(1, shared.counts, shared.items, shared.order, blocks)
     return shared
 
 
 @device_function
-def list_neuron(listed, bits, at, place, neuron, is_there):
+def list_neuron(listed, bits, at, row, neuron, slot, is_there):
     """Note that a neuron fires, and an entry of it, in shared memory."""
     if is_there:
-        listed[at] = neuron
-        listed[ENTRIES + at] = place
+        listed[at] = types.int32(row << ROW_SHIFT | neuron << SLOT_BITS | slot)
         set_shared_bit(bits, neuron >> 5, neuron & 31)
 
 
 @device_function
-def list_cell(listed, bits, columns, start, place, neuron, count, at):
+def list_cell(listed, bits, columns, start, row, neuron, count, at):
     """Note all entries of a tile of a row; its columns begin at ``start``."""
     slot = types.int32(0)
     while slot < count:
@@ -158,22 +168,28 @@ def list_cell(listed, bits, columns, start, place, neuron, count, at):
         c = types.int32(load(columns, min(first + 2, last)))
         d = types.int32(load(columns, min(first + 3, last)))
         n = types.int32(count - slot)
-        here, of_row = types.int32(at + slot), types.int32(place + slot)
-        list_neuron(listed, bits, here, of_row, types.int32(neuron + a), True)
+        here = types.int32(at + slot)
+        list_neuron(listed, bits, here, row, types.int32(neuron + a), slot, True)
         if n > 1:
             list_neuron(
-                listed, bits, types.int32(here + 1), types.int32(of_row + 1),
-                types.int32(neuron + b), True,
+                listed, bits, types.int32(here + 1), row, types.int32(neuron + b),
+                types.int32(slot + 1), True,
             )  # fmt: skip
             list_neuron(
-                listed, bits, types.int32(here + 2), types.int32(of_row + 2),
-                types.int32(neuron + c), n > 2,
+                listed, bits, types.int32(here + 2), row, types.int32(neuron + c),
+                types.int32(slot + 2), n > 2,
             )  # fmt: skip
             list_neuron(
-                listed, bits, types.int32(here + 3), types.int32(of_row + 3),
-                types.int32(neuron + d), n > 3,
+                listed, bits, types.int32(here + 3), row, types.int32(neuron + d),
+                types.int32(slot + 3), n > 3,
             )  # fmt: skip
         slot = types.int32(slot + 4)
+
+
+@device_function
+def neuron_of(code):
+    """Return the neuron of an entry in shared memory."""
+    return types.int32(code >> SLOT_BITS & (MOST_NEURONS - 1))
 
 
 @device_function
@@ -212,19 +228,46 @@ def sum_of_counts(counts, tokens, first, n, tiles):
 
 
 @device_function
-def start_of(listed, e, columns_of_starts):
+def parts_of(count):
+    """Return in how many parts a block's neurons are multiplied."""
+    return types.int32((count + NEURONS - 1) // NEURONS)
+
+
+@device_function
+def size_of_parts(count):
+    """Return how many of a block's neurons each part has, but for the last: a multiple of 16."""
+    parts = max(types.int32(1), parts_of(count))
+    return types.int32(((count + parts - 1) // parts + 15) // 16 * 16)
+
+
+@device_function
+def move_to_tail(counts, overflows, tokens, rows, tiles):
+    """Mark the rows of a block as rows of the tail, which have no entries."""
+    cuda.syncthreads()  # other threads may still read counts
+    cell = types.int32(cuda.threadIdx.x)
+    while cell < rows * tiles:
+        row = types.int32(cell // tiles)
+        token = types.int64(tokens[row])
+        in_row = types.int32(cell - row * tiles)
+        store(counts, token * tiles + in_row, 0)
+        if in_row == 0:
+            set_bit(overflows, token // 32, token % 32)
+        cell = types.int32(cell + cuda.blockDim.x)
+
+
+@device_function
+def start_of(code, position, size, columns_of_starts):
     """Return the number, among all starts, of the row and part that an entry belongs to."""
-    row, part = listed[ENTRIES + e] >> 16, listed[e] >> 24
-    return types.int32(row * columns_of_starts + part)
+    return types.int32((code >> ROW_SHIFT) * columns_of_starts + types.int32(position // size))
 
 
-@kernel(threads=THREADS, shared_memory=8 * ENTRIES)
+@kernel(threads=THREADS, shared_memory=4 * ENTRIES)
 def list_union(
-    values, columns, counts, order, neurons, union_counts, entries, starts, rows, tile, tiles,
-    slots, room, words,
+    values, columns, counts, order, neurons, union_counts, entries, starts, overflows, rows, tile,
+    tiles, slots, room, words, moves,
 ):  # fmt: skip
     """List the neurons that fire for a block of tokens, and its entries."""
-    # neurons, later with 16 bits of their position above; and places in the row, with the row above
+    # entries: the row in the block, the neuron, and which of its tile's it is
     listed = cuda.shared.array(0, types.int32)
     bits = cuda.shared.array(MOST_WORDS, types.int32)
     before = cuda.shared.array(MOST_WORDS, types.int32)
@@ -258,7 +301,7 @@ def list_union(
         count = load(counts, at_cell)
         list_cell(
             listed, bits, columns, at_cell * slots,
-            types.int32(row << 16 | types.int32(t * slots)), types.int32(t * tile), count, at,
+            row, types.int32(t * tile), count, at,
         )  # fmt: skip
         at = types.int32(at + count)
         cell = types.int32(cell + 1)
@@ -282,85 +325,89 @@ def list_union(
         start = types.int32(start + threads)
     cuda.syncthreads()
     shares = fits and union <= room
+    if not shares and moves != 0:
+        move_to_tail(counts, overflows, tokens, types.int32(cells // in_row), in_row)
+        total, union, shares = types.int32(0), types.int32(0), True
+    columns_of_starts = types.int32(room // NEURONS + 1)
+    first_start = block * TOKENS * columns_of_starts
+    if shares and total == 0:  # y of such rows is written, too: as if one neuron fired for none
+        union = types.int32(1)
+        if thread == 0:
+            store(neurons, block * room, 0)
+        k = thread
+        while k < TOKENS * columns_of_starts:
+            store(starts, first_start + k, 0)
+            k = types.int32(k + threads)
     if thread == 0:
         store(union_counts, block, union if shares else types.int32(0))
-    if shares:
-        e = thread
-        while e < total:
-            neuron = listed[e]
-            position = position_of(bits, before, neuron)
-            store(neurons, block * room + position, neuron)  # all that write here write the same
-            listed[e] = types.int32(position << 16 | neuron)
-            e = types.int32(e + threads)
-        cuda.syncthreads()
+    if shares and total > 0:
+        w = thread
+        while w < words:
+            place = block * room + before[w]
+            for bit in range(32):
+                if bits[w] >> bit & 1 == 1:
+                    store(neurons, place, types.int32(w * 32 + bit))
+                    place += 1
+            w = types.int32(w + threads)
 
-        columns_of_starts = types.int32(room // NEURONS + 1)
-        first_start = block * TOKENS * columns_of_starts
+        size = size_of_parts(union)
         row_slots = tiles * slots
-        e = thread
-        while e < total:
-            code, place = listed[e], listed[ENTRIES + e]
-            token, in_row = types.int32(place >> 16), types.int32(place & 0xFFFF)
-            value = half_bits(values, types.int64(tokens[token]) * row_slots + in_row)
-            high = types.int64(types.int32(code & 0xFFFF)) | value << 16
-            low = types.int64(types.int32(code & 0xFF0000) | in_row)
-            store(entries, block * ENTRIES + e, high << 32 | low)
-            begun = start_of(listed, e, columns_of_starts)
-            k = types.int32(0)
-            if e > 0:
-                k = types.int32(start_of(listed, types.int32(e - 1), columns_of_starts) + 1)
-            while k <= begun:
-                store(starts, first_start + k, e)
-                k = types.int32(k + 1)
-            if e == total - 1:
-                k = types.int32(begun + 1)
-                while k < TOKENS * columns_of_starts:
-                    store(starts, first_start + k, total)
-                    k = types.int32(k + 1)
-            e = types.int32(e + threads)
+        in_tile, in_cell = types.int32(tile), types.int32(slots)
+        ahead = cuda.local.array(AHEAD, types.int64)
+        places = cuda.local.array(AHEAD, types.int32)
+        first = thread
+        while first < total:
+            for i in range(AHEAD):
+                e = types.int32(first + i * threads)
+                if e < total:
+                    code = listed[e]
+                    tile_of = types.int32(neuron_of(code) // in_tile)
+                    places[i] = types.int32(tile_of * in_cell + (code & (MOST_SLOTS - 1)))
+                    token = types.int64(tokens[code >> ROW_SHIFT])
+                    ahead[i] = half_bits(values, token * row_slots + places[i])
+            for i in range(AHEAD):
+                e = types.int32(first + i * threads)
+                if e < total:
+                    code = listed[e]
+                    neuron = neuron_of(code)
+                    position = position_of(bits, before, neuron)
+                    high = types.int64(neuron) | ahead[i] << 16
+                    in_part = types.int32(position % size)
+                    low = types.int64(types.int32(in_part << 16) | places[i])
+                    store(entries, block * ENTRIES + e, high << 32 | low)
+                    begun = start_of(code, position, size, columns_of_starts)
+                    k = types.int32(0)
+                    if e > 0:
+                        code = listed[e - 1]
+                        position = position_of(bits, before, neuron_of(code))
+                        k = types.int32(start_of(code, position, size, columns_of_starts) + 1)
+                    while k <= begun:
+                        store(starts, first_start + k, e)
+                        k = types.int32(k + 1)
+                    if e == total - 1:
+                        k = types.int32(begun + 1)
+                        while k < TOKENS * columns_of_starts:
+                            store(starts, first_start + k, total)
+                            k = types.int32(k + 1)
+            first = types.int32(first + AHEAD * threads)
 
 
 @kernel(threads=THREADS)
 def order_blocks(counts, items, order, blocks):
-    """Put blocks, and parts of up to 256 of their neurons, in order; for one block of threads."""
+    """Put blocks in order, and parts of up to 256 of their neurons; for one block of threads."""
     known = cuda.shared.array(THREADS, types.int32)
     parts = cuda.shared.array(66, types.int32)
     thread = types.int32(cuda.threadIdx.x)
     threads = types.int32(cuda.blockDim.x)
     blocks = types.int32(blocks)
-    large = types.int32(0)
-    b = thread
-    while b < blocks:
-        large = types.int32(large + large_parts(load(counts, b)))
-        b = types.int32(b + threads)
-    _, large_in_all = prefix_of_block(large, parts)
-
     shared = types.int32(0)
-    listed_large = types.int32(0)
-    listed_small = large_in_all
     start = types.int32(0)
     while start < blocks:
         b = types.int32(start + thread)
         count = types.int32(0)
         if b < blocks:
             count = load(counts, b)
-        large = large_parts(count)
-        small = types.int32(1 if 0 < count % NEURONS <= NEURONS // 2 else 0)
-        # both in one sum: a part has more than 128 neurons of a block
-        both_before, both_here = prefix_of_block(types.int32(large << 12 | small), parts)
-        place = types.int32(1 + listed_large + (both_before >> 12))
-        for t in range(large):
-            n = types.int64(min(NEURONS, types.int32(count - t * NEURONS)))
-            store(items, place + t, types.int64(b) << 32 | types.int64(t) << 16 | n)
-        if small > 0:
-            place = types.int32(1 + listed_small + (both_before & 0xFFF))
-            rest = types.int64(count % NEURONS)
-            store(items, place, types.int64(b) << 32 | types.int64(large) << 16 | rest)
-        listed_large = types.int32(listed_large + (both_here >> 12))
-        listed_small = types.int32(listed_small + (both_here & 0xFFF))
-
-        is_shared = types.int32(1 if count > 0 else 0)
-        _, shared_here = prefix_of_block(is_shared, parts)
+        _, shared_here = prefix_of_block(types.int32(1 if count > 0 else 0), parts)
         shared = types.int32(shared + shared_here)
         place = types.int32(1)
         other_start = types.int32(0)
@@ -380,12 +427,27 @@ def order_blocks(counts, items, order, blocks):
         if count > 0:
             store(order, place, types.int64(b) << 32 | types.int64(count))
         start = types.int32(start + threads)
+    cuda.syncthreads()  # the order is there
+
+    listed = types.int32(1)
+    start = types.int32(0)
+    while start < shared:
+        block = types.int64(0)
+        count = types.int32(0)
+        if start + thread < shared:
+            code = load(order, 1 + start + thread)
+            block, count = code >> 32, types.int32(code & 0xFFFFFFFF)
+        n = parts_of(count)
+        before, in_all = prefix_of_block(n, parts)
+        size = size_of_parts(count)
+        for t in range(n):
+            low = types.int64(t * size)
+            here = min(types.int64(size), count - low)
+            is_last = types.int64(1 if t == n - 1 else 0)
+            code = block << 32 | is_last << 31 | low << 16 | types.int64(t) << 9 | here
+            store(items, listed + before + t, code)
+        listed = types.int32(listed + in_all)
+        start = types.int32(start + threads)
     if thread == 0:
-        store(items, 0, listed_small)
+        store(items, 0, listed - 1)
         store(order, 0, shared)
-
-
-@device_function
-def large_parts(count):
-    """Return how many parts of more than 128 neurons a block's neurons are cut into."""
-    return types.int32((count + NEURONS // 2 - 1) // NEURONS)

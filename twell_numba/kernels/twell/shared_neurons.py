@@ -92,15 +92,16 @@ from twell_numba.device.gpu.language import FULL_WARP, cuda, load, number, store
 from twell_numba.device.gpu.tensor_cores import inlined, store_four_words
 from twell_numba.device.gpu.tensor_map import WORDS, TensorMap
 from twell_numba.kernels.device_checks import rows_are_aligned
-from twell_numba.kernels.twell import cuda_backward, cuda_forward
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
+from twell_numba.kernels.twell.cuda_pack import list_tail
 from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
 from twell_numba.kernels.twell.learned_groups import learn_pattern
 from twell_numba.kernels.twell.shared_lists import (
     ENTRIES,
     MOST_NEURONS,
+    MOST_SLOTS,
     NEURONS,
     PANEL,
     TOKENS,
@@ -137,9 +138,7 @@ BATCH = 4
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
 
-# Blocks of threads, for each multiprocessor, that work on blocks of tokens with too many neurons.
-REST_BLOCKS = 4
-MOST_ROWS = 2**23  # entries are numbered in 32 bits
+MOST_ROWS = 2**22  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.2
 # What is learned anew takes the place of what was learned before if blocks then have so many times
@@ -284,7 +283,7 @@ def bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width
     item = types.int64(cuda.blockIdx.x)
     code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
     while item < total:
-        block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, int32(code & 0xFFFF)
+        block, low, n = code >> 32, code >> 16 & 0x7FFF, int32(code & 0x1FF)
         item += types.int64(cuda.gridDim.x)
         code = load(items, 1 + min(item, total - 1))  # in time for the next
         for i in range(OWN_TOKENS):
@@ -303,11 +302,8 @@ def bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width
                 copy_sixteen_bytes(place, own_tokens[i], first_column, width)
                 own_tokens[i] += ROW_BYTES
             target = int32(target + int32(LEFT_BYTES))
-            for i in range(OWN_ROWS // 2):
-                place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
-                copy_sixteen_bytes(place, own[i], first_column, width)
-            if n > NEURONS // 2:
-                for i in range(OWN_ROWS // 2, OWN_ROWS):
+            for i in range(OWN_ROWS):
+                if OWN_ROWS_APART * i < n:
                     place = int32(target + int32(OWN_ROWS_APART * ROW_BYTES * i))
                     copy_sixteen_bytes(place, own[i], first_column, width)
             arrive_when_copied(int32(stages + int32(FULL) + int32(8) * stage))
@@ -317,16 +313,19 @@ def bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width
 
 
 @inlined
-def clear_rows(matrix, block, low, n, room, first_row):
-    """Write zeros to 16 tokens of a part of h; a warp does."""
+def clear_rows(matrix, block, low, n, is_last, room, first_row):
+    """Write zeros to 16 tokens of a part of h, and of the panel's rest; a warp does."""
     zero = int32(0)
     zeros = (zero, zero, zero, zero)
-    panel = (block * room + low) // PANEL
-    lane = types.int64(cuda.threadIdx.x % 32)
-    for p in range((n + PANEL - 1) // PANEL):
-        start = ((panel + p) * TOKENS + first_row) * PANEL + lane * 8
-        for i in range(16 * PANEL // 256):
-            store_four_words(matrix, start + 256 * i, zeros)
+    lane = int32(cuda.threadIdx.x % 32)
+    start = block * room * TOKENS + (first_row + lane // 2) * PANEL
+    end = int32(low + n)
+    if is_last != 0:
+        end = int32((end + PANEL - 1) // PANEL * PANEL)
+    position = int32(low + lane % 2 * 8)
+    while position < end:
+        store_four_words(matrix, start + place_in_panels(position), zeros)
+        position = int32(position + 16)
 
 
 @inlined
@@ -364,12 +363,12 @@ def load_entries(codes, entries, entry, end):
 
 
 @inlined
-def finish_hidden(codes, lines, token, row, low, ahead, entries, layout, results):
+def finish_hidden(codes, lines, token, row, part, ahead, entries, layout, results):
     """Compute u and h of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
-    block, row_slots, room, rows, parts = layout
+    block, low, row_slots, room, rows, parts = layout
     up_values, hidden, fired, row_counts, row_sums = results
-    first_slot, first_place = row * row_slots, (block * room + low) * TOKENS + token * PANEL
+    first_slot, first_place = row * row_slots, block * room * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
     nonzeros = int32(0)
     absolute_sum = types.float32(0)
@@ -381,13 +380,12 @@ def finish_hidden(codes, lines, token, row, low, ahead, entries, layout, results
                 word = shared_half(line, position)
                 value = number_of_half(int32(high >> 16)) * number_of_half(word)
                 store_low_half(up_values, first_slot + int32(code & 0xFFFF), word)
-                store(hidden, first_place + place_in_panels(position), value)
+                there = place_in_panels(int32(low + position))
+                store(hidden, first_place + there, value)
                 absolute_sum += abs(value)
                 if value != 0:
                     nonzeros = int32(nonzeros + 1)
-                    neuron = int32(high & 0xFFFF)
-                    if load(fired, neuron) == 0:
-                        store(fired, neuron, 1)
+                    store(fired, int32(high & 0xFFFF), 1)
         entry = int32(entry + 4 * BATCH)
         load_entries(codes, entries, entry, end)
     absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 1)
@@ -395,19 +393,19 @@ def finish_hidden(codes, lines, token, row, low, ahead, entries, layout, results
     nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 1))
     nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 2))
     if cuda.threadIdx.x % 4 == 0 and block * TOKENS + token < rows:
-        store(row_counts, row * parts + low // NEURONS, nonzeros)
-        store(row_sums, row * parts + low // NEURONS, absolute_sum)
+        store(row_counts, row * parts + part, nonzeros)
+        store(row_sums, row * parts + part, absolute_sum)
 
 
 @inlined
-def finish_d_hidden(codes, lines, token, row, low, ahead, arrays, layout, results):
+def finish_d_hidden(codes, lines, token, row, ahead, arrays, layout, results):
     """Compute dh, dg and du of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
     entries, up_values, entry_places, l1 = arrays
-    block, row_slots, room, rows, parts = layout
+    block, low, row_slots, room, rows, parts = layout
     d_pattern, d_up, list_hidden, list_pattern, list_up = results
     first_slot = row * row_slots
-    first_place = (block * room + low) * TOKENS + token * PANEL
+    first_place = block * room * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
     ups = cuda.local.array(BATCH, types.float32)
     places = cuda.local.array(BATCH, types.int32)
@@ -424,7 +422,7 @@ def finish_d_hidden(codes, lines, token, row, low, ahead, arrays, layout, result
                 value = number_of_half(int32(codes[i] >> 48))
                 h = value * ups[i]
                 d_hidden += l1 * sign(h, types.float32(1))
-                there = first_place + place_in_panels(position)
+                there = first_place + place_in_panels(int32(low + position))
                 store(d_pattern, there, d_hidden * ups[i])
                 store(d_up, there, d_hidden * value)
                 store(list_hidden, places[i], h)
@@ -461,16 +459,17 @@ def multiply_tokens(
         item = types.int64(cuda.blockIdx.x)
         code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
         while item < total:
-            block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, code & 0xFFFF
+            block, low, n = code >> 32, int32(code >> 16 & 0x7FFF), int32(code & 0x1FF)
+            part, is_last = int32(code >> 9 & 0x7F), int32(code >> 31 & 1)
             item += types.int64(cuda.gridDim.x)
             code = load(items, 1 + min(item, total - 1))
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
-            upper = find_entries(starts, block, token, low // NEURONS, parts)
-            lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            upper = find_entries(starts, block, token, part, parts)
+            lower = find_entries(starts, block, token + 8, part, parts)
             rows_of = row_of(tokens, block, token, rows), row_of(tokens, block, token + 8, rows)
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
-            clear_rows(hidden, block, low, n, room, 16 * warp)
+            clear_rows(hidden, block, low, n, is_last, room, 16 * warp)
             if n > NEURONS // 2:
                 stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
             else:
@@ -478,15 +477,15 @@ def multiply_tokens(
                     sums, steps, stages, consumer, thread, stage, parity
                 )
             arrays = entries
-            layout = (block, row_slots, room, rows, parts)
+            layout = (block, low, row_slots, room, rows, parts)
             results = (up_values, hidden, fired, row_counts, row_sums)
             share(sums, 0, lines)
             finish_hidden(
-                upper_codes, lines, token, rows_of[0], low, upper, arrays, layout, results
+                upper_codes, lines, token, rows_of[0], part, upper, arrays, layout, results
             )
             share(sums, 1, lines)
             finish_hidden(
-                lower_codes, lines, token + 8, rows_of[1], low, lower, arrays, layout, results
+                lower_codes, lines, token + 8, rows_of[1], part, lower, arrays, layout, results
             )
     wait_for_cluster()  # copies may still be under way
 
@@ -519,17 +518,18 @@ def multiply_tokens_backward(
         item = types.int64(cuda.blockIdx.x)
         code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
         while item < total:
-            block, low, n = code >> 32, (code >> 16 & 0xFFFF) * NEURONS, code & 0xFFFF
+            block, low, n = code >> 32, int32(code >> 16 & 0x7FFF), int32(code & 0x1FF)
+            part, is_last = int32(code >> 9 & 0x7F), int32(code >> 31 & 1)
             item += types.int64(cuda.gridDim.x)
             code = load(items, 1 + min(item, total - 1))
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
-            upper = find_entries(starts, block, token, low // NEURONS, parts)
-            lower = find_entries(starts, block, token + 8, low // NEURONS, parts)
+            upper = find_entries(starts, block, token, part, parts)
+            lower = find_entries(starts, block, token + 8, part, parts)
             rows_of = row_of(tokens, block, token, rows), row_of(tokens, block, token + 8, rows)
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
-            clear_rows(d_pattern, block, low, n, room, 16 * warp)
-            clear_rows(d_up, block, low, n, room, 16 * warp)
+            clear_rows(d_pattern, block, low, n, is_last, room, 16 * warp)
+            clear_rows(d_up, block, low, n, is_last, room, 16 * warp)
             if n > NEURONS // 2:
                 stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
             else:
@@ -537,15 +537,13 @@ def multiply_tokens_backward(
                     sums, steps, stages, consumer, thread, stage, parity
                 )
             arrays = (entries, up_values, entry_places, l1)
-            layout = (block, row_slots, room, rows, parts)
+            layout = (block, low, row_slots, room, rows, parts)
             results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
             share(sums, 0, lines)
-            finish_d_hidden(
-                upper_codes, lines, token, rows_of[0], low, upper, arrays, layout, results
-            )
+            finish_d_hidden(upper_codes, lines, token, rows_of[0], upper, arrays, layout, results)
             share(sums, 1, lines)
             finish_d_hidden(
-                lower_codes, lines, token + 8, rows_of[1], low, lower, arrays, layout, results
+                lower_codes, lines, token + 8, rows_of[1], lower, arrays, layout, results
             )
     wait_for_cluster()  # copies may still be under way
 
@@ -564,9 +562,8 @@ def add_statistics_of_parts(
         for p in range((neurons + NEURONS - 1) // NEURONS):
             count = types.int32(count + load(row_counts, row * parts + p))
             total += load(row_sums, row * parts + p)
-        if neurons > 0:
-            store(nonzeros, row, count)
-            store(absolute_sums, row, total)
+        store(nonzeros, row, count)
+        store(absolute_sums, row, total)
 
 
 # ---- Sums
@@ -721,7 +718,7 @@ def fits(
 ) -> bool:
     """Return whether these kernels can take a gated layer: on Hopper, bfloat16, aligned rows."""
     can_be_read = tensor_map.fits(x) and rows_are_aligned(x, up_weight, down_weight)
-    return bool(can_be_read and _can_list(packed))
+    return bool(can_be_read and _can_list(packed) and not packed.is_compact)
 
 
 def _can_list(packed: DeviceActivations) -> bool:
@@ -729,6 +726,7 @@ def _can_list(packed: DeviceActivations) -> bool:
     values, row_slots = packed.values, packed.tiles * packed.slots
     is_for_it = values.gpu.capability == (9, 0) and values.dtype == ml_dtypes.bfloat16
     is_small = max(packed.neurons, row_slots) <= MOST_NEURONS and packed.shape[0] <= MOST_ROWS
+    is_small = is_small and packed.slots <= MOST_SLOTS
     return packed.gated and is_for_it and is_small
 
 
@@ -758,16 +756,15 @@ def entries_a_neuron(packed: DeviceActivations, learned: LearnedPattern) -> floa
     entries = np.zeros(-(-rows // TOKENS) * TOKENS, np.int64)
     entries[:rows] = packed.row_nonzeros.to_numpy()[order.to_numpy()]
     entries = entries.reshape(-1, TOKENS).sum(axis=1)
-    counts = list_shared_neurons(packed, order, room_for(packed.neurons)).counts.to_numpy()
-    can_share = (counts > 0) | (entries == 0)
-    neurons = int(counts.sum(dtype=np.int64))
-    return int(entries.sum()) / neurons if neurons and can_share.all() else 0.0
+    room = room_for(packed.neurons)
+    counts = list_shared_neurons(packed, order, room, moves=False).counts.to_numpy()
+    return int(entries.sum()) / int(counts.sum(dtype=np.int64)) if counts.all() else 0.0
 
 
 def room_for(neurons: int) -> int:
     """Return how many neurons a block can have, of all, to share them.
 
-    Three quarters: with more the dense layer is faster, and what they take room for grows.
+    Three quarters: what they take room for grows.
     """
     return -(-3 * neurons // (4 * NEURONS)) * NEURONS
 
@@ -799,15 +796,11 @@ def forward_entries(
     Parameters as of :func:`twell_numba.kernels.twell.strip_rows.forward_entries`, where
     :func:`fits`, and with the order of tokens.
     """
-    rows, width = x.shape
     shared = _list(packed)
+    overflows = packed.overflows
+    assert overflows is not None
+    list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
     forward_shared(x, up_weight, down_weight, packed, shared, y)
-    cuda_forward.forward_rows(
-        REST_BLOCKS * _blocks(x), x, up_weight, down_weight, packed.values, packed.columns,
-        packed.counts, packed.up_values, y, packed.row_nonzeros, packed.row_absolute_sums,
-        packed.fired, shared.counts, shared.tokens, rows, width, packed.tile, packed.tiles,
-        packed.slots, 1, 1, 1,
-    )  # fmt: skip
 
 
 def backward_entries(
@@ -827,11 +820,6 @@ def backward_entries(
     lists, entry_places = list_by_neuron(packed)
     shared = _list(packed)
     backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
-    cuda_backward.backward_rows(
-        REST_BLOCKS * _blocks(x), dy, *weights, packed.values, packed.columns, packed.counts,
-        packed.up_values, l1_scale, entry_places, *lists.coefficients, dx, shared.counts,
-        shared.tokens, rows, width, packed.tile, packed.tiles, packed.slots, 1, 1, 1,
-    )  # fmt: skip
     pattern_grad, up_grad, down_grad = gradients
     add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
 
