@@ -28,7 +28,7 @@ from twell_numba.device.gpu.language import (
     types,
 )
 from twell_numba.kernels.cuda_vectors import add_scaled, eight_zeros, load_eight
-from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations, HotNeurons
 from twell_numba.kernels.twell.cuda_language import prefix_of_block, prefix_of_warp
 
 GROUPS = 128
@@ -48,9 +48,12 @@ class LearnedPattern:
     scores : DeviceArray, shape (F, 128)
         How much a neuron that fires speaks for each group. Groups with neurons in common stand side
         by side. Never changed.
+    hot : HotNeurons or None
+        Neurons whose weight gradients are dense products, where that is faster; None if none are.
     """
 
     scores: DeviceArray
+    hot: HotNeurons | None = None
 
 
 def order_tokens(packed: DeviceActivations, groups: LearnedPattern) -> DeviceArray:

@@ -1,0 +1,254 @@
+"""Weight gradients of neurons that fire for many tokens, as dense products on a GPU.
+
+With the H *hot* neurons among the F, and their h, dg and du as matrices (H, M), zeros included:
+
+    Wd'[hot] += h dy,    Wg'[hot] += dg x,    Wu'[hot] += du x          x, dy (M, D)
+
+A kernel writes the matrices from lists of entries by neuron (:mod:`entry_transpose`), one below the
+other; cuBLASLt multiplies them, dg and du at once, into float32; another kernel adds the rows to
+the gradients. The gradients of all other neurons are gathered (:mod:`entry_gradients`). A gathered
+entry costs a read of two rows from the second-level cache, a neuron's dense product 6 M D
+operations whatever it fires for, so that dense is faster from about 2% of the tokens on. Which
+neurons are hot is decided where tokens are learned to be told apart, and may be any: gradients are
+right for every choice.
+
+A token whose x or dy is not finite makes the gradients of all hot neurons NaN, not only of those
+that fire for it, as the dense layer does for all neurons.
+
+Bound by tensor cores. A block writes 2048 tokens of a neuron's three rows by way of shared memory,
+so that zeros and numbers leave together, by 16 bytes.
+"""
+
+import numpy as np
+
+from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel
+from twell_numba.device.gpu.gemm import default_path, matmul
+from twell_numba.device.gpu.language import (
+    cuda,
+    device_function,
+    global_thread,
+    grid_threads,
+    load,
+    types,
+)
+from twell_numba.kernels.cuda_vectors import add_eight, load_aligned, store_aligned
+from twell_numba.kernels.twell.cuda_activations import HotNeurons
+from twell_numba.kernels.twell.entry_transpose import NeuronLists
+
+# Of a neuron, that a block writes.
+TOKENS = 2048
+# Numbers of a row in shared memory: one is left out after every eight, so that eight of each of a
+# warp's threads lie in different banks.
+PITCH = TOKENS + TOKENS // 8
+NUMBERS = 3 * PITCH
+# Hot neurons come in multiples of this: it suits the products.
+STEP = 64
+# Neurons whose products are computed at a time, at most, so as not to need much memory.
+MOST_AT_ONCE = 1536
+# Room for them is in multiples of this, so that layers which differ in how many neurons are hot
+# have buffers of a few sizes: a recording keeps buffers, and uses those of a size again.
+ROOM = 512
+# Fewer tokens do not repay the launches.
+FEWEST_TOKENS = 4096
+# Measured: of a gathered entry and 2048 columns, of 2^25 terms of a dense row's product (2048
+# columns of 16384 tokens), and of what does not depend on how many neurons are hot; in us.
+GATHERED, DENSE, OVERHEAD = 0.94e-3, 0.31, 12.0
+
+
+# ---- Which neurons are hot
+
+
+def expected_microseconds(tokens_of: np.ndarray, hot: np.ndarray, rows: int, width: int) -> float:
+    """Return how long the gradients of all neurons are expected to take.
+
+    Parameters
+    ----------
+    tokens_of : ndarray of int, shape (F,)
+        For how many of the ``rows`` tokens each neuron fires.
+    hot : ndarray of int, shape (H,)
+        The hot neurons.
+    rows, width : int
+        M and D.
+    """
+    gathered = int(tokens_of.sum(dtype=np.int64)) - int(tokens_of[hot].sum(dtype=np.int64))
+    work = GATHERED * gathered + DENSE * hot.size * rows / 16384
+    return work * width / 2048 + (OVERHEAD if hot.size else 0.0)
+
+
+def choose_hot_neurons(tokens_of: np.ndarray, rows: int, width: int) -> np.ndarray:
+    """Return the neurons with which hot the gradients are expected to take least time.
+
+    Parameters
+    ----------
+    tokens_of : ndarray of int, shape (F,)
+        For how many of the ``rows`` tokens each neuron fires.
+    rows, width : int
+        M and D.
+
+    Returns
+    -------
+    ndarray of int32, shape (H,)
+        Ascending; H is a multiple of 64, and 0 where none are worth it.
+    """
+    sizes = range(0, tokens_of.size + 1, STEP)
+    if default_path() != "cublas":  # the other product is far slower
+        sizes = range(1)
+    busiest = np.argsort(-tokens_of.astype(np.int64), kind="stable")
+    best = min(sizes, key=lambda n: expected_microseconds(tokens_of, busiest[:n], rows, width))
+    return np.sort(busiest[:best]).astype(np.int32)
+
+
+def hold_hot_neurons(hot: np.ndarray, neurons: int, stream: Stream) -> HotNeurons | None:
+    """Return hot neurons (H,) as kernels take them, of F ``neurons``; None for none."""
+    if not hot.size:
+        return None
+    is_hot = np.zeros(neurons, np.int32)
+    is_hot[hot] = 1
+    return HotNeurons(from_numpy(hot, stream), from_numpy(is_hot, stream))
+
+
+def fits(rows: int) -> bool:
+    """Return whether products of so many tokens are fast: the matrices' rows have to be aligned."""
+    return rows >= FEWEST_TOKENS and rows % 8 == 0
+
+
+# ---- Gradients
+
+
+def add_hot_gradients(
+    dy: DeviceArray,
+    x: DeviceArray,
+    lists: NeuronLists,
+    hot: HotNeurons,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+) -> None:
+    """Add to the hot neurons' gradients what their entries give; nothing waits for the GPU.
+
+    For the time of the call, ``6 M + 12 D`` bytes are used for each hot neuron, of which there is
+    room for 512, 1024 or 1536; more take turns.
+
+    Parameters
+    ----------
+    dy, x : DeviceArray of bfloat16, shape (M, D)
+        16-byte aligned; M and D multiples of 8.
+    lists : NeuronLists
+        Whose coefficients are h, dg and du of each entry.
+    hot : HotNeurons
+    gradients : tuple of DeviceArray, shape (F, D) each
+        Those of Wd, Wg and Wu; changed in place.
+    """
+    count = hot.neurons.size
+    turns = max(1, -(-count // MOST_AT_ONCE))
+    step = -(-count // (turns * STEP)) * STEP
+    for first in range(0, count, step):
+        _add_some(dy, x, lists, hot.neurons[first : first + step], gradients)
+
+
+def _add_some(
+    dy: DeviceArray,
+    x: DeviceArray,
+    lists: NeuronLists,
+    neurons: DeviceArray,
+    gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
+) -> None:
+    count, (rows, width) = neurons.size, x.shape
+    room = -(-count // ROOM) * ROOM
+    matrices = empty((3 * room, rows), x.dtype, x.stream)[: 3 * count]
+    write_matrices(
+        count * -(-rows // TOKENS), neurons, lists.neuron_starts, lists.rows, *lists.coefficients,
+        matrices, count, rows,
+    )  # fmt: skip
+    products = empty((3 * room, width), np.float32, x.stream)[: 3 * count]
+    matmul(matrices[:count], dy, products[:count])
+    matmul(matrices[count:], x, products[count:])
+    items = products.size // 8
+    add_products(add_products.blocks(items), neurons, products, *gradients, count, width)
+
+
+@device_function
+def first_from(list_rows, entry, end, row):
+    """Return the first of a neuron's entries of this row or a later one."""
+    while entry < end:
+        middle = types.int32((entry + end) // 2)
+        if load(list_rows, middle) < row:
+            entry = types.int32(middle + 1)
+        else:
+            end = middle
+    return entry
+
+
+@device_function
+def place_of(matrix, token):
+    """Return where in shared memory a number of one of the three matrices is."""
+    return types.int32(matrix * PITCH + token + token // 8)
+
+
+@device_function
+def eight_of(numbers, start):
+    """Return eight numbers of shared memory."""
+    return (
+        numbers[start],
+        numbers[start + 1],
+        numbers[start + 2],
+        numbers[start + 3],
+        numbers[start + 4],
+        numbers[start + 5],
+        numbers[start + 6],
+        numbers[start + 7],
+    )
+
+
+@kernel()
+def write_matrices(
+    neurons, neuron_starts, list_rows, hidden, d_pattern, d_up, matrices, count, rows
+):  # fmt: skip
+    """Write h, dg and du of hot neurons to ``matrices`` (3 count, M), zeros included."""
+    numbers = cuda.shared.array(NUMBERS, types.float32)
+    blocks_a_row = types.int32((rows + TOKENS - 1) // TOKENS)
+    hot = types.int32(cuda.blockIdx.x // blocks_a_row)
+    first = types.int32(cuda.blockIdx.x % blocks_a_row * TOKENS)
+    here = types.int32(min(types.int64(TOKENS), rows - first))
+    i = types.int32(cuda.threadIdx.x)
+    while i < NUMBERS:
+        numbers[i] = types.float32(0)
+        i = types.int32(i + cuda.blockDim.x)
+    neuron = load(neurons, hot)
+    end = types.int32(load(neuron_starts, neuron + 1))
+    start = first_from(list_rows, types.int32(load(neuron_starts, neuron)), end, first)
+    end = first_from(list_rows, start, end, types.int32(first + here))
+    cuda.syncthreads()  # all are 0
+    entry = types.int32(start + cuda.threadIdx.x)
+    while entry < end:
+        token = types.int32(load(list_rows, entry) - first)
+        numbers[place_of(0, token)] = load(hidden, entry)
+        numbers[place_of(1, token)] = load(d_pattern, entry)
+        numbers[place_of(2, token)] = load(d_up, entry)
+        entry = types.int32(entry + cuda.blockDim.x)
+    cuda.syncthreads()  # all are there
+    token = types.int32(cuda.threadIdx.x * 8)
+    while token < here:
+        for matrix in range(3):
+            at = (types.int64(matrix) * count + hot) * rows + first + token
+            store_aligned(matrices, at, eight_of(numbers, place_of(matrix, token)))
+        token = types.int32(token + cuda.blockDim.x * 8)
+
+
+@kernel()
+def add_products(neurons, products, down_grad, pattern_grad, up_grad, count, width):
+    """Add rows of ``products`` (3 count, D) to those of the gradients; eight numbers a thread."""
+    eights = types.int32(width // 8)
+    items = types.int64(count) * 3 * eights
+    item = global_thread()
+    while item < items:
+        row = types.int32(item // eights)
+        d = types.int32(item % eights * 8)
+        matrix = types.int32(row // count)
+        start = types.int64(load(neurons, row % count)) * width
+        numbers = load_aligned(products, item * 8)
+        if matrix == 0:
+            add_eight(down_grad, start, d, width, numbers, 1)
+        elif matrix == 1:
+            add_eight(pattern_grad, start, d, width, numbers, 1)
+        else:
+            add_eight(up_grad, start, d, width, numbers, 1)
+        item += grid_threads()
