@@ -158,7 +158,7 @@ def test_what_is_expected_to_be_faster_is_hot(monkeypatch):
     assert hot_neurons.choose_hot_neurons(rare, rows, width).size == 0
     hot = hot_neurons.choose_hot_neurons(often, rows, width)
     np.testing.assert_array_equal(hot[np.isin(hot, np.arange(7, 700, 7))], np.arange(7, 700, 7))
-    assert hot.size == 128
+    assert hot.size == 256
     assert (np.diff(hot) > 0).all()
     times = [hot_neurons.expected_microseconds(often, h, rows, width) for h in (hot[:0], hot)]
     assert times[1] < times[0] / 2
@@ -172,7 +172,8 @@ def test_hot_neurons_are_learned_and_learned_anew(hopper_machine, monkeypatch):
     monkeypatch.setattr(shared_neurons, "room_for", lambda neurons: 256)
     monkeypatch.setattr(hot_neurons, "default_path", lambda: "cublas")
     monkeypatch.setattr(hot_neurons, "STEP", 2)
-    monkeypatch.setattr(hot_neurons, "OVERHEAD", 0.0)
+    monkeypatch.setattr(hot_neurons, "READ", 0.0)
+    monkeypatch.setattr(hot_neurons, "LAUNCHED", 0.0)
     fires = np.eye(128, 40, dtype=bool)  # for one token each
     fires[:, [3, 8, 31, 32]] = True
     packed = make_packed(hopper_machine, fires)
@@ -184,7 +185,7 @@ def test_hot_neurons_are_learned_and_learned_anew(hopper_machine, monkeypatch):
     packed = make_packed(hopper_machine, fires[:, ::-1])
     again = shared_neurons.learn_to_share(packed, 8, learned)
     np.testing.assert_array_equal(again.hot.neurons.to_numpy(), [7, 8, 31, 36])
-    monkeypatch.setattr(hot_neurons, "OVERHEAD", 1e6)
+    monkeypatch.setattr(hot_neurons, "LAUNCHED", 1e6)
     assert shared_neurons.learn_to_share(packed, 8).hot is None
 
 
@@ -214,8 +215,7 @@ def run_layer(arrays, learned, gradients):
 def test_a_layer_is_what_it_is_without_hot_neurons(
     rng, hopper_machine, relative_error, monkeypatch
 ):
-    if not hopper_machine.is_real:
-        monkeypatch.setattr(hot_neurons, "FEWEST_TOKENS", 8)
+    monkeypatch.setattr(hot_neurons, "FEWEST_TOKENS", 8)
     used = []
 
     def add_and_note(*arguments):

@@ -77,6 +77,10 @@ class NeuronLists:
     Attributes
     ----------
     neuron_starts : DeviceArray of int32, shape (F + 1,)
+    chunk : int
+        How many rows a chunk has, but for the last.
+    earlier_counts : DeviceArray of int32, shape (chunks, F)
+        How many of a neuron's entries are in chunks before one.
     part_starts : DeviceArray of int32, shape (F + 2,)
         Of each neuron's parts of its list, and of how many entries a part has at most.
     part_neurons : DeviceArray of int32, shape (F + MOST_PARTS,)
@@ -91,6 +95,8 @@ class NeuronLists:
     """
 
     neuron_starts: DeviceArray
+    chunk: int
+    earlier_counts: DeviceArray
     part_starts: DeviceArray
     part_neurons: DeviceArray
     split_neurons: DeviceArray
@@ -128,9 +134,9 @@ def list_by_neuron(
     (rows, neurons), stream = packed.shape, packed.values.stream
     words, width = words_of_chunk(rows), range_of_block(rows, neurons)
     chunks, ranges = -(-rows // (32 * words)), -(-neurons // max(1, width))
-    lists = _room_for_lists(packed)
+    lists = _room_for_lists(packed, 32 * words)
     entry_places = empty(packed.values.shape, np.int32, stream)
-    chunk_counts = empty((chunks, neurons), np.int32, stream)
+    chunk_counts = lists.earlier_counts  # first of each chunk itself
     neuron_counts = empty(neurons, np.int32, stream)
     pattern = (packed.columns, packed.counts)
     layout = (rows, neurons, words, width, packed.tile, packed.tiles, packed.slots)
@@ -164,11 +170,13 @@ def index_dtype(limit: int) -> DTypeLike:
     return np.uint16 if limit <= 65536 else np.int32
 
 
-def _room_for_lists(packed: DeviceActivations) -> NeuronLists:
+def _room_for_lists(packed: DeviceActivations, chunk: int) -> NeuronLists:
     (rows, neurons), stream, size = packed.shape, packed.values.stream, packed.values.size
     dtypes = [packed.values.dtype] * (3 if packed.gated else 2)
     return NeuronLists(
         neuron_starts=empty(neurons + 1, np.int32, stream),
+        chunk=chunk,
+        earlier_counts=empty((-(-rows // chunk), neurons), np.int32, stream),
         part_starts=empty(neurons + 2, np.int32, stream),
         part_neurons=empty(neurons + MOST_PARTS, np.int32, stream),
         split_neurons=empty(1 + MOST_PARTS, np.int32, stream),

@@ -15,8 +15,9 @@ right for every choice.
 A token whose x or dy is not finite makes the gradients of all hot neurons NaN, not only of those
 that fire for it, as the dense layer does for all neurons.
 
-Bound by tensor cores. A block writes 2048 tokens of a neuron's three rows by way of shared memory,
-so that zeros and numbers leave together, by 16 bytes.
+Bound by tensor cores. A block writes up to 2048 tokens of a neuron's three rows by way of shared
+memory, so that zeros and numbers leave together, by 16 bytes; where their entries are listed is
+known for chunks of tokens.
 """
 
 import numpy as np
@@ -35,14 +36,14 @@ from twell_numba.kernels.cuda_vectors import add_eight, load_aligned, store_alig
 from twell_numba.kernels.twell.cuda_activations import HotNeurons
 from twell_numba.kernels.twell.entry_transpose import NeuronLists
 
-# Of a neuron, that a block writes.
+# Of a neuron, that a block writes, at most.
 TOKENS = 2048
 # Numbers of a row in shared memory: one is left out after every eight, so that eight of each of a
 # warp's threads lie in different banks.
 PITCH = TOKENS + TOKENS // 8
 NUMBERS = 3 * PITCH
-# Hot neurons come in multiples of this: it suits the products.
-STEP = 64
+# Hot neurons come in multiples of this: 448 take as long as 512.
+STEP = 256
 # Neurons whose products are computed at a time, at most, so as not to need much memory.
 MOST_AT_ONCE = 1536
 # Room for them is in multiples of this, so that layers which differ in how many neurons are hot
@@ -50,9 +51,9 @@ MOST_AT_ONCE = 1536
 ROOM = 512
 # Fewer tokens do not repay the launches.
 FEWEST_TOKENS = 4096
-# Measured: of a gathered entry and 2048 columns, of 2^25 terms of a dense row's product (2048
-# columns of 16384 tokens), and of what does not depend on how many neurons are hot; in us.
-GATHERED, DENSE, OVERHEAD = 0.94e-3, 0.31, 12.0
+# Measured, in us: a gathered entry, by 2048 columns; of 16384 tokens, what a hot neuron takes to
+# write, and, by 2048 columns, to multiply, and reading x and dy whatever is hot; and launches.
+GATHERED, WRITTEN, MULTIPLIED, READ, LAUNCHED = 0.9e-3, 0.04, 0.22, 25.0, 8.0
 
 
 # ---- Which neurons are hot
@@ -71,8 +72,12 @@ def expected_microseconds(tokens_of: np.ndarray, hot: np.ndarray, rows: int, wid
         M and D.
     """
     gathered = int(tokens_of.sum(dtype=np.int64)) - int(tokens_of[hot].sum(dtype=np.int64))
-    work = GATHERED * gathered + DENSE * hot.size * rows / 16384
-    return work * width / 2048 + (OVERHEAD if hot.size else 0.0)
+    strips, tokens = width / 2048, rows / 16384
+    expected = GATHERED * gathered * strips
+    if hot.size:
+        expected += (READ + MULTIPLIED * hot.size) * tokens * strips
+        expected += WRITTEN * hot.size * tokens + LAUNCHED
+    return expected
 
 
 def choose_hot_neurons(tokens_of: np.ndarray, rows: int, width: int) -> np.ndarray:
@@ -88,7 +93,7 @@ def choose_hot_neurons(tokens_of: np.ndarray, rows: int, width: int) -> np.ndarr
     Returns
     -------
     ndarray of int32, shape (H,)
-        Ascending; H is a multiple of 64, and 0 where none are worth it.
+        Ascending; H is a multiple of 256, and 0 where none are worth it.
     """
     sizes = range(0, tokens_of.size + 1, STEP)
     if default_path() != "cublas":  # the other product is far slower
@@ -154,9 +159,11 @@ def _add_some(
     count, (rows, width) = neurons.size, x.shape
     room = -(-count // ROOM) * ROOM
     matrices = empty((3 * room, rows), x.dtype, x.stream)[: 3 * count]
+    chunks = TOKENS // lists.chunk  # of a block
     write_matrices(
-        count * -(-rows // TOKENS), neurons, lists.neuron_starts, lists.rows, *lists.coefficients,
-        matrices, count, rows,
+        count * -(-rows // (chunks * lists.chunk)), neurons, lists.neuron_starts,
+        lists.earlier_counts, lists.rows, *lists.coefficients, matrices, count, rows,
+        gradients[0].shape[0], chunks, lists.chunk,
     )  # fmt: skip
     products = empty((3 * room, width), np.float32, x.stream)[: 3 * count]
     matmul(matrices[:count], dy, products[:count])
@@ -166,14 +173,11 @@ def _add_some(
 
 
 @device_function
-def first_from(list_rows, entry, end, row):
-    """Return the first of a neuron's entries of this row or a later one."""
-    while entry < end:
-        middle = types.int32((entry + end) // 2)
-        if load(list_rows, middle) < row:
-            entry = types.int32(middle + 1)
-        else:
-            end = middle
+def entry_from(neuron_starts, earlier_counts, neuron, neurons, chunk, chunks):
+    """Return where a neuron's entries of a chunk and later ones begin."""
+    entry = types.int32(load(neuron_starts, neuron + (0 if chunk < chunks else 1)))
+    if chunk < chunks:
+        entry = types.int32(entry + load(earlier_counts, chunk * neurons + neuron))
     return entry
 
 
@@ -200,22 +204,26 @@ def eight_of(numbers, start):
 
 @kernel()
 def write_matrices(
-    neurons, neuron_starts, list_rows, hidden, d_pattern, d_up, matrices, count, rows
+    neurons, neuron_starts, earlier_counts, list_rows, hidden, d_pattern, d_up, matrices, count,
+    rows, all_neurons, block_chunks, chunk_rows,
 ):  # fmt: skip
     """Write h, dg and du of hot neurons to ``matrices`` (3 count, M), zeros included."""
     numbers = cuda.shared.array(NUMBERS, types.float32)
-    blocks_a_row = types.int32((rows + TOKENS - 1) // TOKENS)
+    chunks = types.int32((rows + chunk_rows - 1) // chunk_rows)
+    blocks_a_row = types.int32((chunks + block_chunks - 1) // block_chunks)
     hot = types.int32(cuda.blockIdx.x // blocks_a_row)
-    first = types.int32(cuda.blockIdx.x % blocks_a_row * TOKENS)
-    here = types.int32(min(types.int64(TOKENS), rows - first))
+    chunk = types.int32(cuda.blockIdx.x % blocks_a_row * block_chunks)
+    first = types.int32(chunk * chunk_rows)
+    here = types.int32(min(block_chunks * chunk_rows, rows - first))
+    neuron = types.int64(load(neurons, hot))
+    start = entry_from(neuron_starts, earlier_counts, neuron, all_neurons, chunk, chunks)
+    end = entry_from(
+        neuron_starts, earlier_counts, neuron, all_neurons, chunk + block_chunks, chunks
+    )
     i = types.int32(cuda.threadIdx.x)
     while i < NUMBERS:
         numbers[i] = types.float32(0)
         i = types.int32(i + cuda.blockDim.x)
-    neuron = load(neurons, hot)
-    end = types.int32(load(neuron_starts, neuron + 1))
-    start = first_from(list_rows, types.int32(load(neuron_starts, neuron)), end, first)
-    end = first_from(list_rows, start, end, types.int32(first + here))
     cuda.syncthreads()  # all are 0
     entry = types.int32(start + cuda.threadIdx.x)
     while entry < end:
