@@ -172,6 +172,7 @@ def test_hot_neurons_are_learned_and_learned_anew(hopper_machine, monkeypatch):
     monkeypatch.setattr(shared_neurons, "room_for", lambda neurons: 256)
     monkeypatch.setattr(hot_neurons, "default_path", lambda: "cublas")
     monkeypatch.setattr(hot_neurons, "STEP", 2)
+    monkeypatch.setattr(hot_neurons, "WRITTEN", 0.0)
     monkeypatch.setattr(hot_neurons, "READ", 0.0)
     monkeypatch.setattr(hot_neurons, "LAUNCHED", 0.0)
     fires = np.eye(128, 40, dtype=bool)  # for one token each
