@@ -22,6 +22,7 @@ SHARED = [
     "twell.dense_tail",
     "twell.float8_rows",
     "twell.hopper_gate",
+    "twell.hot_neurons",
     "twell.entry_gradients",
     "twell.entry_transpose",
     "twell.learned_groups",
@@ -35,6 +36,7 @@ ON_TENSOR_CORES = ["block_ell.cuda_tensor_cores", "twell.cuda_gate", "twell.dens
 # Modules whose kernels take bfloat16 alone, on Hopper alone.
 ON_HOPPER = [
     "twell.hopper_gate",
+    "twell.hot_neurons",
     "twell.learned_groups",
     "twell.shared_lists",
     "twell.shared_neurons",
@@ -202,7 +204,7 @@ def signatures(dtype):
         "twell.entry_transpose": {
             "count_entries": ("uint16*", "int32*", "int32*", *[size] * 7),
             "add_chunks": ("int32*", "int32*", size, size),
-            "number_parts": (*["int32*"] * 5, *[size] * 3),
+            "number_parts": (*["int32*"] * 6, *[size] * 4),
             "place_entries": ("uint16*", *["int32*"] * 3, "uint16*", "int32*", *[size] * 7),
         },
         "twell.strip_rows": strip_rows_signatures(array, wide_array),
@@ -276,6 +278,10 @@ def signatures(dtype):
                 size,
             ),
             "number_groups": (array, "int32*"),
+        },
+        "twell.hot_neurons": {
+            "write_matrices": (*["int32*"] * 3, "uint16*", *[array] * 4, *[size] * 5),
+            "add_products": ("int32*", "float32*", *[array] * 3, size, size),
         },
         "twell.hopper_gate": {
             "gate_and_pack": (

@@ -163,6 +163,7 @@ def gated_ffn_forward(
     activations = pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
     if learned is not None and shared_neurons.fits(x, up_weight, down_weight, activations):
         activations.token_order = order_tokens(activations, learned)
+        activations.hot = learned.hot
     return forward_packed(x, up_weight, down_weight, activations), activations
 
 

@@ -27,6 +27,21 @@ class TailSource(NamedTuple):
     state: DeviceArray
 
 
+class HotNeurons(NamedTuple):
+    """Neurons that fire for so many tokens that their weight gradients are dense products.
+
+    Attributes
+    ----------
+    neurons : DeviceArray of int32, shape (H,)
+        Ascending.
+    is_hot : DeviceArray of int32, shape (F,)
+        1 for each of them, otherwise 0.
+    """
+
+    neurons: DeviceArray
+    is_hot: DeviceArray
+
+
 @dataclass(slots=True)
 class DeviceActivations:
     """The hidden activations of a feedforward layer in TwELL's layout, on a GPU.
@@ -71,6 +86,8 @@ class DeviceActivations:
     token_order : DeviceArray of int32, shape (M,), or None
         All tokens, in the order of the blocks that share their neurons; None if none do. Blocks
         that cannot are in the tail.
+    hot : HotNeurons or None
+        Neurons whose weight gradients are to be dense products; None if none are.
     """
 
     is_on_gpu: ClassVar[bool] = True
@@ -93,6 +110,7 @@ class DeviceActivations:
     overflows: DeviceArray | None = None
     tail_source: TailSource | None = None
     token_order: DeviceArray | None = None
+    hot: HotNeurons | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

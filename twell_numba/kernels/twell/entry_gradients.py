@@ -52,8 +52,8 @@ def add_weight_gradients(
 ) -> None:
     """Add to the gradients what the entries give; nothing waits for the GPU.
 
-    For the time of the call, 12 D bytes for each of ``entry_transpose.MOST_PARTS`` are used (in
-    float64, 24).
+    Neurons that the lists leave out get nothing. For the time of the call, 12 D bytes for each of
+    ``entry_transpose.MOST_PARTS`` are used (in float64, 24).
 
     Parameters
     ----------
@@ -104,11 +104,13 @@ def sum_part(gated: bool) -> Kernel:
         up_sums = cuda.local.array(8, arithmetic_type(x))
         lane = types.int32(cuda.threadIdx.x)
         part = types.int32(cuda.blockIdx.x % most)
+        neuron = types.int32(-1)
         if part < load(part_starts, neurons):
+            neuron = types.int32(load(part_neurons, part))
+        if neuron >= 0:
             d = types.int32(cuda.blockIdx.x // most * STRIP + lane * 8)
             mine = d < width
             at = d if mine else types.int32(0)  # what is read there is not used
-            neuron = types.int32(load(part_neurons, part))
             size = types.int32(load(part_starts, neurons + 1))
             part_of_neuron = types.int32(part - load(part_starts, neuron))
             entry = types.int32(load(neuron_starts, neuron) + part_of_neuron * size)

@@ -77,10 +77,14 @@ class NeuronLists:
     Attributes
     ----------
     neuron_starts : DeviceArray of int32, shape (F + 1,)
+    chunk : int
+        How many rows a chunk has, but for the last.
+    earlier_counts : DeviceArray of int32, shape (chunks, F)
+        How many of a neuron's entries are in chunks before one.
     part_starts : DeviceArray of int32, shape (F + 2,)
         Of each neuron's parts of its list, and of how many entries a part has at most.
     part_neurons : DeviceArray of int32, shape (F + MOST_PARTS,)
-        Each part's neuron; as many as there are parts.
+        Each part's neuron, or -1 of one that is left out; as many as there are parts.
     split_neurons : DeviceArray of int32, shape (1 + MOST_PARTS,)
         How many neurons have several parts, then these neurons, ascending.
     rows : DeviceArray of uint16 or int32, shape (M * tiles * slots,)
@@ -91,6 +95,8 @@ class NeuronLists:
     """
 
     neuron_starts: DeviceArray
+    chunk: int
+    earlier_counts: DeviceArray
     part_starts: DeviceArray
     part_neurons: DeviceArray
     split_neurons: DeviceArray
@@ -98,8 +104,16 @@ class NeuronLists:
     coefficients: tuple[DeviceArray, ...]
 
 
-def list_by_neuron(packed: DeviceActivations) -> tuple[NeuronLists, DeviceArray]:
+def list_by_neuron(
+    packed: DeviceActivations, left_out: DeviceArray | None = None
+) -> tuple[NeuronLists, DeviceArray]:
     """List packed entries by neuron, before their coefficients are known; nothing waits.
+
+    Parameters
+    ----------
+    packed : DeviceActivations
+    left_out : DeviceArray of int32, shape (F,), optional
+        1 for each neuron whose list is not to be worked on by parts, otherwise 0.
 
     Returns
     -------
@@ -120,9 +134,9 @@ def list_by_neuron(packed: DeviceActivations) -> tuple[NeuronLists, DeviceArray]
     (rows, neurons), stream = packed.shape, packed.values.stream
     words, width = words_of_chunk(rows), range_of_block(rows, neurons)
     chunks, ranges = -(-rows // (32 * words)), -(-neurons // max(1, width))
-    lists = _room_for_lists(packed)
+    lists = _room_for_lists(packed, 32 * words)
     entry_places = empty(packed.values.shape, np.int32, stream)
-    chunk_counts = empty((chunks, neurons), np.int32, stream)
+    chunk_counts = lists.earlier_counts  # first of each chunk itself
     neuron_counts = empty(neurons, np.int32, stream)
     pattern = (packed.columns, packed.counts)
     layout = (rows, neurons, words, width, packed.tile, packed.tiles, packed.slots)
@@ -130,7 +144,8 @@ def list_by_neuron(packed: DeviceActivations) -> tuple[NeuronLists, DeviceArray]
     add_chunks(-(-neurons // 32), chunk_counts, neuron_counts, neurons, chunks)
     number_parts(
         number_parts.blocks(neurons), neuron_counts, lists.neuron_starts, lists.part_starts,
-        lists.part_neurons, lists.split_neurons, neurons, FEWEST_ENTRIES, MOST_PARTS,
+        lists.part_neurons, lists.split_neurons, neuron_counts if left_out is None else left_out,
+        neurons, FEWEST_ENTRIES, MOST_PARTS, int(left_out is not None),
     )  # fmt: skip
     place_entries(
         chunks * ranges, *pattern, chunk_counts, lists.neuron_starts, lists.rows, entry_places,
@@ -155,11 +170,13 @@ def index_dtype(limit: int) -> DTypeLike:
     return np.uint16 if limit <= 65536 else np.int32
 
 
-def _room_for_lists(packed: DeviceActivations) -> NeuronLists:
+def _room_for_lists(packed: DeviceActivations, chunk: int) -> NeuronLists:
     (rows, neurons), stream, size = packed.shape, packed.values.stream, packed.values.size
     dtypes = [packed.values.dtype] * (3 if packed.gated else 2)
     return NeuronLists(
         neuron_starts=empty(neurons + 1, np.int32, stream),
+        chunk=chunk,
+        earlier_counts=empty((-(-rows // chunk), neurons), np.int32, stream),
         part_starts=empty(neurons + 2, np.int32, stream),
         part_neurons=empty(neurons + MOST_PARTS, np.int32, stream),
         split_neurons=empty(1 + MOST_PARTS, np.int32, stream),
@@ -349,15 +366,22 @@ def add_chunks(counts, neuron_counts, neurons, chunks):
             store(neuron_counts, neuron, total)
 
 
+@device_function
+def is_left_out(left_out, leaves_out, neuron):
+    """Return whether a neuron's list is not to be worked on by parts."""
+    return leaves_out != 0 and load(left_out, neuron) != 0
+
+
 @kernel(threads=LIST_THREADS)
 def number_parts(
-    neuron_counts, neuron_starts, part_starts, part_neurons, split_neurons, neurons, fewest_entries,
-    most_parts,
+    neuron_counts, neuron_starts, part_starts, part_neurons, split_neurons, left_out, neurons,
+    fewest_entries, most_parts, leaves_out,
 ):  # fmt: skip
     """Write where each neuron's list begins, and number the parts; a thread takes a neuron.
 
     A block adds up for itself what comes before. The last of ``part_starts`` (F + 2,) is how many
-    entries a part has at most: a power of two.
+    entries a part has at most: a power of two. A neuron that is left out has one part, which is
+    nobody's. Without ``leaves_out`` no neuron is.
     """
     first = types.int64(cuda.blockIdx.x) * cuda.blockDim.x
     neuron = first + cuda.threadIdx.x
@@ -382,6 +406,8 @@ def number_parts(
     i = types.int64(cuda.threadIdx.x)
     while i < first:
         count = types.int64(load(neuron_counts, i))
+        if is_left_out(left_out, leaves_out, i):
+            count = types.int64(0)
         parts += max(types.int64(1), (count + size - 1) >> shift)
         if count > size:
             parts += types.int64(1) << 32
@@ -389,10 +415,17 @@ def number_parts(
     _, parts = block_prefix(parts)
     own = types.int64(0)
     own_parts = types.int64(0)
+    is_split = False
+    whose = neuron
     if neuron < neurons:
         own = types.int64(load(neuron_counts, neuron))
         own_parts = max(types.int64(1), (own + size - 1) >> shift)
-        if own > size:
+        is_split = own > size
+        if is_left_out(left_out, leaves_out, neuron):
+            own_parts = types.int64(1)
+            is_split = False
+            whose = types.int64(-1)
+        if is_split:
             own_parts += types.int64(1) << 32
     before, _ = block_prefix(own)
     parts_before, _ = block_prefix(own_parts)
@@ -405,8 +438,8 @@ def number_parts(
         store(neuron_starts, neuron, start)
         store(part_starts, neuron, part)
         for p in range(part, last_part):
-            store(part_neurons, p, neuron)
-        if own > size:
+            store(part_neurons, p, whose)
+        if is_split:
             split = types.int32(split + 1)
             store(split_neurons, split, neuron)
         if neuron == neurons - 1:

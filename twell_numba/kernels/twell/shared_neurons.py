@@ -45,6 +45,7 @@ Backward 0.190 and 0.241, 0.335 and 0.372.
 """
 
 import functools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -92,6 +93,7 @@ from twell_numba.device.gpu.language import FULL_WARP, cuda, load, number, store
 from twell_numba.device.gpu.tensor_cores import inlined, store_four_words
 from twell_numba.device.gpu.tensor_map import WORDS, TensorMap
 from twell_numba.kernels.device_checks import rows_are_aligned
+from twell_numba.kernels.twell import hot_neurons
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
 from twell_numba.kernels.twell.cuda_pack import list_tail
@@ -142,7 +144,8 @@ MOST_ROWS = 2**22  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.2
 # What is learned anew takes the place of what was learned before if blocks then have so many times
-# as many: recordings have to be made anew for it.
+# as many, or weight gradients were expected to take so many times as long: recordings have to be
+# made anew for it.
 WORTH_LEARNING = 1.05
 LEAST_NUMBERS = 2**23
 
@@ -741,9 +744,19 @@ def learn_to_share(
         return None
     newly_learned = learn_pattern(packed)
     found = entries_a_neuron(packed, newly_learned)
+    if found < ENTRIES_A_NEURON:
+        return None
+    (rows, neurons), stream = packed.shape, packed.values.stream
+    tokens_of = np.diff(list_by_neuron(packed)[0].neuron_starts.to_numpy())
+    hot = hot_neurons.choose_hot_neurons(tokens_of, rows, width)
     if learned is not None and entries_a_neuron(packed, learned) >= found / WORTH_LEARNING:
-        newly_learned = learned
-    return newly_learned if found >= ENTRIES_A_NEURON else None
+        old = hot[:0] if learned.hot is None else learned.hot.neurons.to_numpy()
+        then, now = (
+            hot_neurons.expected_microseconds(tokens_of, which, rows, width) for which in (old, hot)
+        )
+        if then <= now * WORTH_LEARNING:
+            return learned
+    return replace(newly_learned, hot=hot_neurons.hold_hot_neurons(hot, neurons, stream))
 
 
 def entries_a_neuron(packed: DeviceActivations, learned: LearnedPattern) -> float:
@@ -817,11 +830,15 @@ def backward_entries(
     Parameters as of :func:`twell_numba.kernels.twell.strip_rows.backward_entries`.
     """
     rows, width = dy.shape
-    lists, entry_places = list_by_neuron(packed)
+    hot = packed.hot if hot_neurons.fits(rows) else None
+    lists, entry_places = list_by_neuron(packed, None if hot is None else hot.is_hot)
     shared = _list(packed)
     backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
+    del shared  # its memory is of use for what follows
     pattern_grad, up_grad, down_grad = gradients
     add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
+    if hot is not None:
+        hot_neurons.add_hot_gradients(dy, x, lists, hot, (down_grad, pattern_grad, up_grad))
 
 
 def forward_shared(

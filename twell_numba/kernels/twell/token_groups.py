@@ -33,7 +33,7 @@ from twell_numba.device.gpu.language import (
     store,
     types,
 )
-from twell_numba.kernels.twell.cuda_activations import DeviceActivations
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations, HotNeurons
 from twell_numba.kernels.twell.cuda_language import prefix_of_block, prefix_of_warp
 
 _i32 = ir.IntType(32)
@@ -57,9 +57,12 @@ class LearnedPattern:
     scores : DeviceArray of uint8, shape (F, 128)
         How much a neuron that fires speaks for each group, up to 127. Groups with neurons in common
         stand side by side. Never changed.
+    hot : HotNeurons or None
+        Neurons whose weight gradients are dense products, where that is faster; None if none are.
     """
 
     scores: DeviceArray
+    hot: HotNeurons | None = None
 
 
 def order_tokens(packed: DeviceActivations, groups: LearnedPattern) -> DeviceArray:
