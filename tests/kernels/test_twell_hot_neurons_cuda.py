@@ -76,6 +76,7 @@ def make_packed(machine, fires):
         row_nonzeros=machine.upload(fires.sum(1).astype(np.int32)),
         row_absolute_sums=empty(rows, np.float32, stream),
         fired=zeros(neurons, np.bool_, stream),
+        overflows=zeros(-(-len(fires) // 32), np.int32, stream),
     )
 
 
