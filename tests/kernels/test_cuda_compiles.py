@@ -280,7 +280,7 @@ def signatures(dtype):
             "number_groups": (array, "int32*"),
         },
         "twell.hot_neurons": {
-            "write_matrices": (*["int32*"] * 3, "uint16*", *[array] * 4, *[size] * 5),
+            "write_matrices": (*["int32*"] * 3, *["uint16*"] * 4, array, *[size] * 5),
             "add_products": ("int32*", "float32*", *[array] * 3, size, size),
         },
         "twell.hopper_gate": {

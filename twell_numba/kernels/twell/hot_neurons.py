@@ -46,16 +46,17 @@ from twell_numba.device.gpu.language import (
     load,
     types,
 )
-from twell_numba.kernels.cuda_vectors import add_eight, load_aligned, store_aligned
+from twell_numba.device.gpu.tensor_cores import store_four_words
+from twell_numba.kernels.cuda_vectors import add_eight, load_aligned
 from twell_numba.kernels.twell.cuda_activations import HotNeurons
 from twell_numba.kernels.twell.entry_transpose import NeuronLists
 
 # Of a neuron, that a block writes, at most.
 TOKENS = 2048
-# Numbers of a row in shared memory: one is left out after every eight, so that eight of each of a
+# Tokens' words in shared memory: one is left out after every eight, so that eight of each of a
 # warp's threads lie in different banks.
 PITCH = TOKENS + TOKENS // 8
-NUMBERS = 3 * PITCH
+WORDS = 2 * PITCH
 # Hot neurons come in multiples of this: 448 take as long as 512.
 STEP = 256
 # Neurons whose products are computed at a time, at most, so as not to need much memory.
@@ -176,7 +177,7 @@ def _add_some(
     chunks = TOKENS // lists.chunk  # of a block
     write_matrices(
         count * -(-rows // (chunks * lists.chunk)), neurons, lists.neuron_starts,
-        lists.earlier_counts, lists.rows, *lists.coefficients, matrices, count, rows,
+        lists.earlier_counts, lists.rows, *map(_bits, lists.coefficients), matrices, count, rows,
         gradients[0].shape[0], chunks, lists.chunk,
     )  # fmt: skip
     products = empty((3 * room, width), np.float32, x.stream)[: 3 * count]
@@ -184,6 +185,11 @@ def _add_some(
     matmul(matrices[count:], x, products[count:])
     items = products.size // 8
     add_products(add_products.blocks(items), neurons, products, *gradients, count, width)
+
+
+def _bits(array: DeviceArray) -> DeviceArray:
+    """Return a view of floats in 16 bits as the integers that their bits are."""
+    return DeviceArray(array.pointer, array.shape, np.dtype(np.uint16), array.stream, array.owner)
 
 
 @device_function
@@ -196,24 +202,37 @@ def entry_from(neuron_starts, earlier_counts, neuron, neurons, chunk, chunks):
 
 
 @device_function
-def place_of(matrix, token):
-    """Return where in shared memory a number of one of the three matrices is."""
-    return types.int32(matrix * PITCH + token + token // 8)
+def low_halves(words, start):
+    """Return the lower halves of eight words of shared memory, as four words."""
+    return (
+        low_half_of_two(words[start], words[start + 1]),
+        low_half_of_two(words[start + 2], words[start + 3]),
+        low_half_of_two(words[start + 4], words[start + 5]),
+        low_half_of_two(words[start + 6], words[start + 7]),
+    )
 
 
 @device_function
-def eight_of(numbers, start):
-    """Return eight numbers of shared memory."""
+def high_halves(words, start):
+    """Return the upper halves of eight words of shared memory, as four words."""
     return (
-        numbers[start],
-        numbers[start + 1],
-        numbers[start + 2],
-        numbers[start + 3],
-        numbers[start + 4],
-        numbers[start + 5],
-        numbers[start + 6],
-        numbers[start + 7],
+        high_half_of_two(words[start], words[start + 1]),
+        high_half_of_two(words[start + 2], words[start + 3]),
+        high_half_of_two(words[start + 4], words[start + 5]),
+        high_half_of_two(words[start + 6], words[start + 7]),
     )
+
+
+@device_function
+def low_half_of_two(first, second):
+    """Return a word of the lower halves of two words."""
+    return types.int32(types.int32(first & 0xFFFF) | types.int32(second << 16))
+
+
+@device_function
+def high_half_of_two(first, second):
+    """Return a word of the upper halves of two words."""
+    return types.int32(types.int32(first >> 16 & 0xFFFF) | types.int32(second & -65536))
 
 
 @kernel()
@@ -221,8 +240,11 @@ def write_matrices(
     neurons, neuron_starts, earlier_counts, list_rows, hidden, d_pattern, d_up, matrices, count,
     rows, all_neurons, block_chunks, chunk_rows,
 ):  # fmt: skip
-    """Write h, dg and du of hot neurons to ``matrices`` (3 count, M), zeros included."""
-    numbers = cuda.shared.array(NUMBERS, types.float32)
+    """Write h, dg and du of hot neurons to ``matrices`` (3 count, M), zeros included.
+
+    They are read as integers. In shared memory a token has a word of h and dg, and a word of du.
+    """
+    words = cuda.shared.array(WORDS, types.int32)
     chunks = types.int32((rows + chunk_rows - 1) // chunk_rows)
     blocks_a_row = types.int32((chunks + block_chunks - 1) // block_chunks)
     hot = types.int32(cuda.blockIdx.x // blocks_a_row)
@@ -235,23 +257,27 @@ def write_matrices(
         neuron_starts, earlier_counts, neuron, all_neurons, chunk + block_chunks, chunks
     )
     i = types.int32(cuda.threadIdx.x)
-    while i < NUMBERS:
-        numbers[i] = types.float32(0)
+    while i < WORDS:
+        words[i] = types.int32(0)
         i = types.int32(i + cuda.blockDim.x)
     cuda.syncthreads()  # all are 0
     entry = types.int32(start + cuda.threadIdx.x)
     while entry < end:
         token = types.int32(load(list_rows, entry) - first)
-        numbers[place_of(0, token)] = load(hidden, entry)
-        numbers[place_of(1, token)] = load(d_pattern, entry)
-        numbers[place_of(2, token)] = load(d_up, entry)
+        place = types.int32(token + token // 8)
+        h, dg = types.int32(load(hidden, entry)), types.int32(load(d_pattern, entry))
+        words[place] = types.int32(h | types.int32(dg << 16))
+        words[PITCH + place] = types.int32(load(d_up, entry))
         entry = types.int32(entry + cuda.blockDim.x)
     cuda.syncthreads()  # all are there
     token = types.int32(cuda.threadIdx.x * 8)
     while token < here:
-        for matrix in range(3):
-            at = (types.int64(matrix) * count + hot) * rows + first + token
-            store_aligned(matrices, at, eight_of(numbers, place_of(matrix, token)))
+        place = types.int32(token + token // 8)
+        at = types.int64(hot) * rows + first + token
+        pitch = types.int64(count) * rows
+        store_four_words(matrices, at, low_halves(words, place))
+        store_four_words(matrices, at + pitch, high_halves(words, place))
+        store_four_words(matrices, at + 2 * pitch, low_halves(words, types.int32(PITCH + place)))
         token = types.int32(token + cuda.blockDim.x * 8)
 
 
