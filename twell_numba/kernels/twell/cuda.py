@@ -56,7 +56,7 @@ from twell_numba.kernels.twell.cuda_pack import (
     TILE_OF_A_WARP,
     copy_rows,
     count_rows,
-    list_tail,
+    list_tail_rows,
     mark_tail,
     pack_rows,
     pack_tiles,
@@ -160,10 +160,15 @@ def gated_ffn_forward(
     if _is_decoding(x, tile, slots, compact_tail):
         return decode_forward(x, gate_weight, up_weight, down_weight)
     weights = (gate_weight, up_weight, down_weight)
-    activations = pack_product(x, weights, tile, slots, gated=True, compact_tail=compact_tail)
+    activations = pack_product(
+        x, weights, tile, slots, gated=True, compact_tail=compact_tail,
+        lists_tail=learned is None,
+    )  # fmt: skip
     if learned is not None and shared_neurons.fits(x, up_weight, down_weight, activations):
         activations.token_order = order_tokens(activations, learned)
         activations.hot = learned.hot
+    elif learned is not None:
+        list_tail_rows(activations)
     return forward_packed(x, up_weight, down_weight, activations), activations
 
 
@@ -349,19 +354,23 @@ def pack_product(
     *,
     gated: bool,
     compact_tail: bool,
+    lists_tail: bool = True,
 ) -> DeviceActivations:
-    """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire."""
+    """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire.
+
+    Unless ``lists_tail``, the tail is only marked where the product is not in memory.
+    """
     weight = weights[0]
     packing = _fused_packing(x, weights, tile)
     if packing is None:
         gate = matmul(x, weight, transpose_b=True)
         return _pack_gate(gate, tile, slots, gated=gated, compact_tail=compact_tail)
     rows = x.shape[0]
-    packed = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
-    packed.tail_source = TailSource(x, weight, zeros(2, np.int32, x.stream))
+    packed, state = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
+    packed.tail_source = TailSource(x, weight, state)
     packing(x, weight, packed.values, packed.columns, packed.counts, slots)
     mark_tail(mark_tail.blocks(rows), packed.counts, packed.overflows, rows, packed.tiles, slots)
-    _finish_packing(packed)
+    _finish_packing(packed, lists_tail=lists_tail)
     return packed
 
 
@@ -382,7 +391,7 @@ def _pack_gate(
 ) -> DeviceActivations:
     """Pack relu(gate)."""
     rows, neurons = gate.shape
-    packed = _activations(gate.shape, gate, tile, slots, gated=gated)
+    packed, _ = _activations(gate.shape, gate, tile, slots, gated=gated)
     packed.tail_values = gate
     overflows = packed.overflows
     arrays = (packed.values, packed.columns, packed.counts)
@@ -404,14 +413,19 @@ def _pack_gate(
 
 def _activations(
     shape: tuple[int, ...], like: DeviceArray, tile: int, slots: int, *, gated: bool
-) -> DeviceActivations:
-    """Return activations to be filled, of ``like``'s dtype."""
+) -> tuple[DeviceActivations, DeviceArray]:
+    """Return activations to be filled, of ``like``'s dtype, and two integers, 0."""
     (rows, neurons), stream = shape, like.stream
     tiles = -(-neurons // tile)
     places = (rows, tiles * slots)
     words = -(-rows // 32)
-    zeroed = zeros(words + 1, np.int32, stream)
-    return DeviceActivations(
+    # all that begins with zeros, cleared at once
+    zeroed = zeros(4 * (words + 3) + neurons, np.uint8, stream)
+    integers = DeviceArray(zeroed.pointer, (words + 3,), np.int32, stream, zeroed.owner)
+    fired = DeviceArray(
+        zeroed.pointer + integers.nbytes, (neurons,), np.bool_, stream, zeroed.owner
+    )
+    packed = DeviceActivations(
         neurons=neurons,
         tile=tile,
         slots=slots,
@@ -421,21 +435,22 @@ def _activations(
         counts=empty((rows, tiles), np.int32, stream),
         up_values=empty(places if gated else (0, 0), like.dtype, stream),
         tail_rows=empty(rows, np.int32, stream),
-        tail_count=zeroed[words:],
+        tail_count=integers[words : words + 1],
         tail_values=empty((0, neurons), like.dtype, stream),
         is_compact=False,
         row_nonzeros=empty(rows, np.int32, stream),
         row_absolute_sums=empty(rows, arithmetic_dtype(like.dtype), stream),
-        fired=zeros(neurons, np.bool_, stream),
-        overflows=zeroed[:words],
+        fired=fired,
+        overflows=integers[:words],
     )
+    return packed, integers[words + 1 :]
 
 
-def _finish_packing(packed: DeviceActivations) -> None:
+def _finish_packing(packed: DeviceActivations, *, lists_tail: bool = True) -> None:
     """List the tail, and without a gate, count what fires (of the tail, where it is read)."""
     rows, overflows = packed.shape[0], packed.overflows
-    if rows:
-        list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
+    if lists_tail:
+        list_tail_rows(packed)
     if not packed.gated:
         count_rows(
             count_rows.blocks_of_warps(rows), packed.values, packed.columns, packed.counts,

@@ -22,6 +22,7 @@ from twell_numba.device.gpu.language import (
     warp_sum,
 )
 from twell_numba.kernels.cuda_vectors import load_eight
+from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import (
     MOST_THREADS,
     ballot,
@@ -160,6 +161,14 @@ def list_tail(overflows, tail_rows, tail_count, words):
         word += 1
     if thread == 0:
         store(tail_count, 0, total)
+
+
+def list_tail_rows(packed: DeviceActivations) -> None:
+    """List the rows of the tail that are marked; nothing waits."""
+    overflows = packed.overflows
+    assert overflows is not None, "no activations of few tokens"
+    if overflows.size:
+        list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
 
 
 @kernel()

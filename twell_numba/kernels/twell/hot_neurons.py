@@ -68,7 +68,7 @@ ROOM = 512
 FEWEST_TOKENS = 4096
 # Measured, in us: a gathered entry, by 2048 columns; of 16384 tokens, what a hot neuron takes to
 # write, and, by 2048 columns, to multiply, and reading x and dy whatever is hot; and launches.
-GATHERED, WRITTEN, MULTIPLIED, READ, LAUNCHED = 0.9e-3, 0.065, 0.225, 25.0, 16.0
+GATHERED, WRITTEN, MULTIPLIED, READ, LAUNCHED = 0.9e-3, 0.043, 0.225, 25.0, 16.0
 
 
 # ---- Which neurons are hot

@@ -44,7 +44,7 @@ MOST_WORDS = 1024  # of 32 neurons, in shared memory
 MOST_NEURONS = 32 * MOST_WORDS
 SLOT_BITS, ROW_SHIFT = 9, 24
 MOST_SLOTS = 1 << SLOT_BITS
-ENTRIES = 40 * 1024  # of a block that shares, at most; in shared memory
+ENTRIES = 32 * 1024  # of a block that shares, at most; in shared memory
 AHEAD = 4  # entries of which a thread reads the values before it writes them
 
 

@@ -96,7 +96,7 @@ from twell_numba.kernels.device_checks import rows_are_aligned
 from twell_numba.kernels.twell import hot_neurons
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
-from twell_numba.kernels.twell.cuda_pack import list_tail
+from twell_numba.kernels.twell.cuda_pack import list_tail_rows
 from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
 from twell_numba.kernels.twell.learned_groups import learn_pattern
@@ -140,7 +140,7 @@ BATCH = 4
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
 
-MOST_ROWS = 2**22  # entries are numbered in 32 bits
+MOST_ROWS = 2**23  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.2
 # What is learned anew takes the place of what was learned before if blocks then have so many times
@@ -810,9 +810,7 @@ def forward_entries(
     :func:`fits`, and with the order of tokens.
     """
     shared = _list(packed)
-    overflows = packed.overflows
-    assert overflows is not None
-    list_tail(1, overflows, packed.tail_rows, packed.tail_count, overflows.size)
+    list_tail_rows(packed)
     forward_shared(x, up_weight, down_weight, packed, shared, y)
 
 
