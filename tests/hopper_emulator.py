@@ -270,6 +270,7 @@ def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
 
 _PRODUCTS = {
     "begin_product": (hopper.COLUMNS, _operand),
+    "begin_middle_product": (3 * hopper.COLUMNS // 4, _operand),
     "begin_narrow_product": (hopper.COLUMNS // 2, _operand),
     "begin_product_by_rows": (hopper.COLUMNS, _operand_by_rows),
 }

@@ -1,5 +1,7 @@
 """When feedforward layers on a GPU let blocks of tokens share neurons."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,9 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cud
 
 from twell_numba.kernels.twell import cuda  # noqa: E402
 from twell_numba.layers import GatedFFN, TwoMatrixFFN, ffn  # noqa: E402
+
+# What no kernel here looks into.
+LEARNED = SimpleNamespace(hot=None)
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def make_call(rng, machine, kind, path):
 def test_sharing_is_measured_now_and_then(rng, machine, layer_calls):
     answers, calls = layer_calls
     layer, call = make_call(rng, machine, GatedFFN, "twell")
-    answers += ["learned", None]
+    answers += [LEARNED, None]
     call(34)  # too few tokens to measure
     assert layer.auto_state == ffn.AutoState()
     for _ in range(5):
@@ -70,10 +75,10 @@ def test_auto_measures_sharing_on_the_path_that_shares(rng, machine, layer_calls
     call(40)
     assert calls == []  # dense
     layer.auto_state = ffn.AutoState(0.0)
-    answers.append("learned")
+    answers.append(LEARNED)
     call(40)
     assert calls == [False]
-    assert layer.auto_state.learned == "learned"
+    assert layer.auto_state.learned == LEARNED
     layer.forget_pattern()
     assert layer.auto_state == ffn.AutoState(layer.auto_state.density, 0)
     assert layer.auto_state.density > 0.3
@@ -93,13 +98,13 @@ def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, l
         ((None, None), 40, "twell"),  # to be tried out
         ((None, None), 34, "dense"),
         ((None, 0), 40, "dense"),
-        (("learned", 0), 40, "twell"),
-        (("learned", 0), 34, "dense"),
+        ((LEARNED, 0), 40, "twell"),
+        ((LEARNED, 0), 34, "dense"),
     ):
         layer.auto_state = without_gate.auto_state = ffn.AutoState(between, 0, *sharing)
         assert layer.next_path(tokens) == path
         assert without_gate.next_path(tokens) == "dense"
-    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, "learned", 0)
+    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, LEARNED, 0)
     assert layer.next_path(40) == "dense"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from twell_numba.device.arrays import to_host
-from twell_numba.layers import rms_norm
+from twell_numba.layers import ffn, rms_norm
 from twell_numba.train.config import from_settings
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
@@ -177,6 +177,47 @@ def test_nothing_is_left_on_the_gpu(machine):
     trainer.recorded.release()
     trainer.recorded = None
     trainer.model.rotary_on_gpu = ()
-    for ffn in trainer.model.ffn_layers:
-        ffn.__dict__["_recorded"] = None
+    for layer in trainer.model.ffn_layers:
+        layer.__dict__["_recorded"] = None
     assert not machine.gpu.regions
+
+
+def test_shared_neurons_are_learned_anew_between_replays(hopper_machine, monkeypatch):
+    changes = {"ffn_path": "twell", "n_layers": 1, "precision": "bfloat16", "batch_size": 10}
+    kernels = shared_neurons_of(monkeypatch)
+    alone, sharing = (trainers_of(hopper_machine, **changes)[1] for _ in range(2))
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 10**9)
+    expected = [alone.take_step().loss for _ in range(4)]
+    assert alone.model.ffn_layers[0].auto_state.learned is None
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
+    monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 120)
+    layer, learned = sharing.model.ffn_layers[0], []
+    losses = []
+    # gradients, each computed a step ahead: measured, compiled, recorded, replayed, measured
+    for _ in range(4):
+        losses.append(sharing.take_step().loss)
+        learned.append(layer.auto_state.learned)
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    assert learned[0] is not None
+    assert learned[0] is learned[2]
+    assert learned[3] is not learned[0]
+    assert len(kernels) >= 2
+
+
+def shared_neurons_of(monkeypatch):
+    """Let blocks of any tokens share neurons, never as they did before; return what is learned."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
+    from twell_numba.kernels.twell import shared_neurons
+
+    found = []
+
+    def learn(packed):
+        found.append(original(packed))
+        return found[-1]
+
+    original = shared_neurons.learn_pattern
+    monkeypatch.setattr(shared_neurons, "learn_pattern", learn)
+    monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 1)
+    monkeypatch.setattr(shared_neurons, "ENTRIES_A_NEURON", -1.0)
+    monkeypatch.setattr(shared_neurons, "WORTH_LEARNING", 1e-9)
+    return found

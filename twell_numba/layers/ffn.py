@@ -90,10 +90,10 @@ DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 # of a generated text, where counting would cost a tenth of the layer's time.
 TOKENS_A_MEASUREMENT = 16
 # On a GPU, whether blocks of tokens share neurons is measured once in so many tokens, in calls of
-# at least the second number of them; it takes 1 to 2 ms. Where they do, the TwELL path is faster
+# at least the second number of them; it takes 2 to 4 ms. Where they do, the TwELL path is faster
 # up to higher densities, and up to these it is tried out (one H200, M = 16384, D = 2048, F = 5632,
 # at a density of 0.0146: see kernels/twell/README.md).
-TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**20, 4096
+TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**22, 4096
 GPU_SHARING_DENSITY, GPU_SHARING_DENSITY_NARROW = 0.02, 0.015
 
 

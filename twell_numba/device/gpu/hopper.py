@@ -410,10 +410,11 @@ def _begin_product(columns, by_rows):
 #
 #     row 16 warp + 8 h + lane // 4,  column 8 j + 2 (lane % 4) + i
 #
-# All threads of the warpgroup must come here together. begin_narrow_product does so for B of 128
-# rows and the first 64 sums; begin_product_by_rows begins to add A B, B having 64 rows of 256
-# numbers, given as operand_by_rows().
+# All threads of the warpgroup must come here together. begin_middle_product does so for B of 192
+# rows and the first 96 sums, begin_narrow_product of 128 rows and 64 sums; begin_product_by_rows
+# begins to add A B, B having 64 rows of 256 numbers, given as operand_by_rows().
 begin_product = intrinsic(_begin_product(COLUMNS, False))
+begin_middle_product = intrinsic(_begin_product(3 * COLUMNS // 4, False))
 begin_narrow_product = intrinsic(_begin_product(COLUMNS // 2, False))
 begin_product_by_rows = intrinsic(_begin_product(COLUMNS, True))
 

@@ -61,6 +61,7 @@ from twell_numba.kernels.twell.cuda_pack import (
     pack_rows,
     pack_tiles,
 )
+from twell_numba.kernels.twell.cuda_pack import list_tail as list_tail
 from twell_numba.kernels.twell.cuda_tail import (
     tail_d_hidden,
     tail_gradients,

@@ -61,6 +61,7 @@ from twell_numba.device.gpu.hopper import (
     arrive,
     arrive_and_expect,
     arrive_when_copied,
+    begin_middle_product,
     begin_narrow_product,
     begin_product,
     begin_product_by_rows,
@@ -214,6 +215,19 @@ def multiply(sums, steps, stages, consumer, thread, stage, parity):
 
 
 @inlined
+def multiply_middle(sums, steps, stages, consumer, thread, stage, parity):
+    """Multiply 64 tokens by 192 neurons."""
+    before = stage
+    for step in range(steps):
+        source = wait_for_operands(stages, stage, parity)
+        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
+        begin_middle_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
+        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
+    end_product(sums, stages, before, thread)
+    return stage, parity
+
+
+@inlined
 def multiply_narrow(sums, steps, stages, consumer, thread, stage, parity):
     """Multiply 64 tokens by 128 neurons."""
     before = stage
@@ -223,6 +237,18 @@ def multiply_narrow(sums, steps, stages, consumer, thread, stage, parity):
         begin_narrow_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
         stage, parity, before = go_on(stages, stage, parity, before, step, thread)
     end_product(sums, stages, before, thread)
+    return stage, parity
+
+
+@inlined
+def multiply_part(sums, n, steps, stages, consumer, thread, stage, parity):
+    """Multiply 64 tokens by a part of their neurons."""
+    if n > 3 * NEURONS // 4:
+        stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > NEURONS // 2:
+        stage, parity = multiply_middle(sums, steps, stages, consumer, thread, stage, parity)
+    else:
+        stage, parity = multiply_narrow(sums, steps, stages, consumer, thread, stage, parity)
     return stage, parity
 
 
@@ -388,7 +414,9 @@ def finish_hidden(codes, lines, token, row, part, ahead, entries, layout, result
                 absolute_sum += abs(value)
                 if value != 0:
                     nonzeros = int32(nonzeros + 1)
-                    store(fired, int32(high & 0xFFFF), 1)
+                    neuron = int32(high & 0xFFFF)
+                    if load(fired, neuron) == 0:
+                        store(fired, neuron, 1)
         entry = int32(entry + 4 * BATCH)
         load_entries(codes, entries, entry, end)
     absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 1)
@@ -473,12 +501,7 @@ def multiply_tokens(
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(hidden, block, low, n, is_last, room, 16 * warp)
-            if n > NEURONS // 2:
-                stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
-            else:
-                stage, parity = multiply_narrow(
-                    sums, steps, stages, consumer, thread, stage, parity
-                )
+            stage, parity = multiply_part(sums, n, steps, stages, consumer, thread, stage, parity)
             arrays = entries
             layout = (block, low, row_slots, room, rows, parts)
             results = (up_values, hidden, fired, row_counts, row_sums)
@@ -533,12 +556,7 @@ def multiply_tokens_backward(
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(d_pattern, block, low, n, is_last, room, 16 * warp)
             clear_rows(d_up, block, low, n, is_last, room, 16 * warp)
-            if n > NEURONS // 2:
-                stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
-            else:
-                stage, parity = multiply_narrow(
-                    sums, steps, stages, consumer, thread, stage, parity
-                )
+            stage, parity = multiply_part(sums, n, steps, stages, consumer, thread, stage, parity)
             arrays = (entries, up_values, entry_places, l1)
             layout = (block, low, row_slots, room, rows, parts)
             results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
