@@ -215,7 +215,7 @@ class RecordedStep:
             self._tokens.copy_from(tokens)
             self._kernels = kernels = self._next_kernels()
             if self._is_to_be_measured(kernels):
-                self._recorded.pop(kernels, None)
+                self._recorded.clear()  # also of what was learned before
             if kernels in self._recorded:
                 for ffn in self._model.ffn_layers:
                     ffn.count_sharing_tokens(self._tokens_at_once)

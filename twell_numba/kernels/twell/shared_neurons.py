@@ -1,33 +1,34 @@
 """Products with packed entries by blocks of 128 tokens that share neurons, on Hopper GPUs.
 
-With U the neurons that fire for any token of a block (:mod:`shared_lists`), entries i of row m, of
-neurons j_i, and h = g u, dg = dh u, du = dh g:
+Blocks are made of tokens for which the same neurons fire (:mod:`token_groups`). With U the neurons
+that fire for any token of a block (:mod:`shared_lists`), entries i of row m, of neurons j_i, and
+h = g u, dg = dh u, du = dh g:
 
     dots    x[block] Wu[U]^T,  of which u_i are kept;   dy[block] Wd[U]^T,  of which dh_i
     sums    y[block] = h Wd[U],                         dx[block] = dg Wg[U] + du Wu[U]
 
 In bfloat16, sums in float32. Most of dots is thrown away, and most of what is multiplied in sums is
 0; but each row of the weights is read once for a block, not once for an entry, and tensor cores do
-it. In text neighbouring tokens need the same neurons: U has 0.19 to 0.41 times as many as the block
-has entries. Where neurons are alike, :mod:`strip_rows` is faster.
+it. In text U has 0.12 to 0.26 times as many neurons as the block has entries. Where tokens have
+little in common, :mod:`strip_rows` is faster.
 
-Blocks of threads stay on their multiprocessors and take one item after the other: 128 tokens by 256
-neurons of U, or by 256 columns of y. As in :mod:`hopper_gate` one warpgroup brings operands, into 4
-stages of shared memory, and two multiply 64 tokens each. Rows of weights do not lie side by side,
-so that the copy engine brings the other operand alone, and the threads copy the rows by 16 bytes.
+Blocks of threads stay on their multiprocessors and take one item after the other: 128 tokens by up
+to 256 neurons of U, or by 256 columns of y. As in :mod:`hopper_gate` one warpgroup brings operands,
+into 4 stages of shared memory, and two multiply 64 tokens each. Neither tokens nor rows of weights
+lie side by side: threads copy them by 16 bytes.
 
-    dots    the last part of U of a block is multiplied as 128 neurons if it has no more. A row's
-            four lanes of a warp take its entries in turn, read ahead from a list; u comes to them
+    dots    parts of U that are about alike, multiplied as 128, 192 or 256 neurons. A row's four
+            lanes of a warp take its entries in turn, read ahead from a list; u comes to them
             through shared memory, and h goes to *panels* of 128 tokens by 64 neurons, cleared
             before.
-    sums    takes panels as they are. The weights' rows are what is summed over.
+    sums    takes panels as they are, by the copy engine. The weights' rows are what is summed over.
 
 A neuron whose weights are not finite makes y NaN for all tokens of its block, not only for those
 for which it fires, as the dense layer does for all.
 
-Bound by tensor cores, and by getting rows into shared memory beside them. Versions tried on an
-H200, M 16384, D 2048, F 5632, in ms; a block's U has 1230 neurons of *trained 24* and 1992 of
-*trained 82*:
+Bound by tensor cores, whose clock follows the power that is drawn, and by what lies between two
+products. Versions tried on an H200, M 16384, D 2048, F 5632, in ms, with tokens in the order of the
+text; a block's U has 1230 neurons of *trained 24* and 1992 of *trained 82*:
 
 | | trained 24: dots, sums | trained 82 |
 | --- | --- | --- |
@@ -41,7 +42,8 @@ H200, M 16384, D 2048, F 5632, in ms; a block's U has 1230 neurons of *trained 2
 | the same, the second consumer 3 steps behind the first | 0.160, 0.137 | 0.264, 0.223 |
 | the same, nothing written | 0.145, 0.122 | 0.231, 0.203 |
 
-Backward 0.190 and 0.241, 0.335 and 0.372.
+Backward 0.190 and 0.241, 0.335 and 0.372. With tokens in the order of groups, 788 and 1382 neurons:
+0.121 and 0.092, 0.194 and 0.142. README.md beside this file says what was tried since.
 """
 
 import functools
@@ -143,7 +145,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
 
 MOST_ROWS = 2**23  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
-ENTRIES_A_NEURON = 2.2
+ENTRIES_A_NEURON = 2.6
 # What is learned anew takes the place of what was learned before if blocks then have so many times
 # as many, or weight gradients were expected to take so many times as long: recordings have to be
 # made anew for it.
