@@ -24,6 +24,7 @@ from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
+from twell_numba.train.learned_patterns import pattern_arrays
 from twell_numba.train.run_folder import complete_settings
 from twell_numba.train.trainer import Trainer
 
@@ -54,7 +55,8 @@ def write_checkpoint(
         By :data:`CLOCK_NAMES`: times that go on counting in a resumed run.
     """
     save_model(folder, trainer.model, trainer.tokenizer)
-    write_tensors(folder / OPTIMIZER_NAME, trainer.optimizer.state_arrays())
+    arrays = trainer.optimizer.state_arrays() | pattern_arrays(trainer.model)
+    write_tensors(folder / OPTIMIZER_NAME, arrays)
     state = {
         "version": _VERSION,
         **trainer.state_dict(),

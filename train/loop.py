@@ -381,8 +381,6 @@ class _Run:
     def _save(self) -> None:
         step = self.trainer.step_count
         self.trainer.require_finite_state()
-        for ffn in self.trainer.model.ffn_layers:
-            ffn.forget_pattern()  # which is not saved: a resumed run would round otherwise
         clocks = self.clocks | {"seconds": self._total_seconds()}
         with self.run.new_checkpoint(step, self.config.keep_checkpoints) as folder:
             write_checkpoint(folder, self.trainer, self.corpus, clocks)

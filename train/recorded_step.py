@@ -29,6 +29,7 @@ from twell_numba.kernels.adamw.cuda import (
 )
 from twell_numba.kernels.cuda_scalars import sum_on_gpu
 from twell_numba.kernels.cuda_sums import add_into, add_time, or_into
+from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
@@ -75,6 +76,23 @@ class _Kernels(NamedTuple):
     learned: tuple[Any, ...]
 
 
+class _Ahead(NamedTuple):
+    """A gradient that is computed before its step.
+
+    Attributes
+    ----------
+    batch : Batch
+    kernels : _Kernels
+        By which it was computed.
+    states : list of AutoState
+        What the layers are to go by once it is used.
+    """
+
+    batch: Batch
+    kernels: _Kernels
+    states: list[AutoState]
+
+
 class RecordedStep:
     """Trains a model, all of which is on a GPU.
 
@@ -113,7 +131,7 @@ class RecordedStep:
         self._recorded: dict[_Kernels, Recorded] = {}
         self._run_update = Recorded(self._update, stream)
         # What the gradient in place has been computed from, if it has.
-        self._ahead: tuple[Batch, _Kernels] | None = None
+        self._ahead: _Ahead | None = None
 
     def take(
         self, batch: Batch, learning_rate: float, next_batch: Callable[[], Batch | None]
@@ -129,7 +147,12 @@ class RecordedStep:
         """
         step = self._optimizer.step_count + 1
         self._coefficients.copy_from(self._optimizer.coefficients(learning_rate, step))
-        if not self._is_computed(batch):
+        if self._ahead is not None and self._is_computed(batch):
+            for ffn, after in zip(self._model.ffn_layers, self._ahead.states, strict=True):
+                ffn.auto_state = ffn.auto_state._replace(
+                    learned=after.learned, sharing_tokens=after.sharing_tokens
+                )
+        else:
             self.discard()
             self._compute(batch)
         paths = self._kernels.paths
@@ -139,8 +162,11 @@ class RecordedStep:
         # One micro-batch: more would not fit into the gradient before the results are looked at.
         upcoming = next_batch() if self._config.gradient_accumulation == 1 else None
         if upcoming is not None:
+            before = self._states()
             self._compute(upcoming)
-            self._ahead = upcoming, self._kernels
+            self._ahead = _Ahead(upcoming, self._kernels, self._states())
+            # A run that is resumed after this step has not seen the next one.
+            self._put_back(before)
         return self._measured(self._host_results.read(), paths)
 
     def discard(self) -> None:
@@ -159,11 +185,12 @@ class RecordedStep:
         """Compile what a step needs, on every path that it may take; changes no weight."""
         self._l1_scale.fill_with_zeros()
         self._tokens.fill_with_zeros()
-        chosen = self._model.ffn_path
+        chosen, before = self._model.ffn_path, self._states()
         for path in possible_paths(self._model):
             self._model.ffn_path = path
             self._micro_batch()
         self._model.ffn_path = chosen
+        self._put_back(before)
         # With a loss that is not finite nothing is changed.
         self._results.copy_from(np.full(self._results.shape, np.nan))
         self._run_update()
@@ -190,11 +217,18 @@ class RecordedStep:
         """Whether the gradient in place is this batch's, computed as it would be now."""
         if self._ahead is None:
             return False
-        (windows, l1_scale), kernels = self._ahead
+        (windows, l1_scale), kernels, _ = self._ahead
         return windows is batch.windows and (l1_scale, kernels) == (
             batch.l1_scale,
             self._next_kernels(),
         )
+
+    def _states(self) -> list[AutoState]:
+        return [ffn.auto_state for ffn in self._model.ffn_layers]
+
+    def _put_back(self, states: list[AutoState]) -> None:
+        for ffn, state in zip(self._model.ffn_layers, states, strict=True):
+            ffn.auto_state = state
 
     @property
     def _tokens_at_once(self) -> int:
@@ -216,13 +250,14 @@ class RecordedStep:
             self._kernels = kernels = self._next_kernels()
             if self._is_to_be_measured(kernels):
                 self._recorded.clear()  # also of what was learned before
-            if kernels in self._recorded:
-                for ffn in self._model.ffn_layers:
-                    ffn.count_sharing_tokens(self._tokens_at_once)
-            else:
+            is_recorded = kernels in self._recorded
+            if not is_recorded:
                 self._make_room()
                 self._recorded[kernels] = Recorded(self._micro_batch, self._stream)
             self._recorded[kernels]()
+            if is_recorded:  # other calls count for themselves
+                for ffn in self._model.ffn_layers:
+                    ffn.count_sharing_tokens(self._tokens_at_once)
 
     def _is_to_be_measured(self, kernels: _Kernels) -> bool:
         """Return whether a layer is to measure sharing, which no replay does."""

@@ -27,6 +27,7 @@ from twell_numba.train.config import TrainConfig
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
 from twell_numba.train.freezing import freeze_zeros
+from twell_numba.train.learned_patterns import PatternOnHost, put_patterns, take_patterns
 from twell_numba.train.measured import Measured
 from twell_numba.train.optimizer import AdamW, clip_scale
 from twell_numba.train.schedule import l1_strength, learning_rate
@@ -112,6 +113,8 @@ class Trainer:
         self._revival_rng = np.random.default_rng(revival)
         self.weight_sparsity = WeightSparsity(config)
         self.recorded: RecordedStep | None = None
+        # Of a checkpoint, until the model is on a GPU.
+        self._patterns: dict[int, PatternOnHost] = {}
         self._stream: Any = None
 
     @property
@@ -177,6 +180,8 @@ class Trainer:
         dtype = compute_dtype(self.config, stream.gpu)
         self._stream = stream
         self.recorded = RecordedStep(self.model, self.optimizer, self.config, stream, dtype)
+        put_patterns(self.model, self._patterns, stream)
+        self._patterns = {}
 
     @property
     def _windows_per_step(self) -> int:
@@ -223,8 +228,9 @@ class Trainer:
             "sampler": self.sampler.state_dict(),
             "revival": self._revival_rng.bit_generator.state,
             "dead_neurons": self.dead_neurons.state_dict(),
-            # What each layer's `auto` path goes by: another path would round differently.
-            "ffn_auto": [ffn.auto_state[:2] for ffn in self.model.ffn_layers],
+            # What each layer's path and kernels go by, with what it has learned: others would
+            # round differently.
+            "ffn_auto": [_saved_state(ffn.auto_state) for ffn in self.model.ffn_layers],
             "weight_l1_strength": controller.strength if controller else None,
         }
 
@@ -238,6 +244,8 @@ class Trainer:
         TwellError
             If the moments belong to another model.
         """
+        moments = dict(moments)
+        self._patterns = take_patterns(moments, self.model)
         self.optimizer.load_state_arrays(moments, state["step"])
         self.sampler.load_state_dict(state["sampler"])
         self._revival_rng.bit_generator.state = state["revival"]
@@ -446,9 +454,23 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 def _auto_state(saved: Any) -> AutoState:
     """Return a layer's state as it was saved; some older checkpoints hold two numbers more."""
-    density, unmeasured_tokens, *older = saved
+    density, unmeasured_tokens, *sharing = saved
+    is_learned, sharing_tokens = sharing or (False, None)
     is_density = density is None or (type(density) in (int, float) and 0 <= density <= 1)
-    is_count = type(unmeasured_tokens) is int and unmeasured_tokens >= 0
-    if not (is_density and is_count and len(older) in (0, 2)):
+    if (
+        not is_density
+        or not _is_count(unmeasured_tokens)
+        or type(is_learned) is not bool
+        or not (sharing_tokens is None or _is_count(sharing_tokens))
+    ):
         raise ValueError(f"{saved!r} in ffn_auto")
-    return AutoState(density, unmeasured_tokens)
+    return AutoState(density, unmeasured_tokens, None, sharing_tokens)
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _saved_state(state: AutoState) -> list[Any]:
+    """Return a layer's state in values JSON can hold; what it learned is among the arrays."""
+    return [state.density, state.unmeasured_tokens, state.learned is not None, state.sharing_tokens]

@@ -244,6 +244,9 @@ def test_sharing_is_learned_where_it_is_faster(rng, hopper_machine, monkeypatch)
         packed.row_nonzeros.copy_from((gate != 0).sum(1).astype(np.int32))
         groups = shared_neurons.learn_to_share(packed, 8)
         assert (groups is not None) == is_worth
+    packed.tail_count.copy_from(np.array([3], np.int32))  # of 128
+    assert shared_neurons.learn_to_share(packed, 8, groups) is None
+    packed.tail_count.fill_with_zeros()
     monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 2000)
     assert shared_neurons.learn_to_share(packed, 8) is None
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
 from twell_numba.kernels.twell import cuda, learned_groups, token_groups  # noqa: E402
+from twell_numba.kernels.twell.entry_transpose import list_by_neuron  # noqa: E402
 from twell_numba.kernels.twell.token_groups import GROUPS, LearnedPattern, order_tokens  # noqa: E402
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -26,6 +27,10 @@ def make_pattern(rng, problem):
 def pack(machine, fires, tile, slots):
     gate = np.where(fires, BFLOAT16.type(1), BFLOAT16.type(-1))
     return cuda.relu_pack(machine.upload(gate), tile, slots)
+
+
+def learn(packed):
+    return learned_groups.learn_pattern(packed, list_by_neuron(packed)[0])
 
 
 def stored_of(packed, fires):
@@ -91,7 +96,7 @@ def test_groups_are_what_k_means_finds(machine, monkeypatch, updates):
     monkeypatch.setattr(learned_groups, "UPDATES", updates)
     fires = make_pattern(rng, (200, 90, 256, 90, 0.3))
     packed = pack(machine, fires, 256, 90)
-    groups = learned_groups.learn_pattern(packed)
+    groups = learn(packed)
     exact = learned_in_numpy(fires, updates)
     wanted = as_kept(exact, len(fires))[:, numbered_in_numpy(exact)]
     np.testing.assert_array_equal(groups.scores.to_numpy(), wanted)
@@ -104,10 +109,10 @@ def test_alike_tokens_come_together(machine):
     kind_of = rng.integers(0, kinds, rows)
     fires = of_kind[kind_of] ^ (rng.random((rows, neurons)) < 0.01)
     packed = pack(machine, fires, 256, 64)
-    groups = learned_groups.learn_pattern(packed)
+    groups = learn(packed)
     order = order_tokens(packed, groups).to_numpy()
     np.testing.assert_array_equal(np.sort(order), np.arange(rows))
     changes = np.count_nonzero(np.diff(kind_of[order]))
     assert changes < rows / 16, "of about 4 rows / 5 before"
-    again = learned_groups.learn_pattern(packed)
+    again = learn(packed)
     np.testing.assert_array_equal(again.scores.to_numpy(), groups.scores.to_numpy())

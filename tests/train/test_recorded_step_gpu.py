@@ -1,5 +1,6 @@
 """Training on a GPU, emulated or real, gives what training on the CPU gives."""
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from twell_numba.layers import ffn, rms_norm
 from twell_numba.train.config import from_settings
 from twell_numba.train.corpus import TokenCorpus
 from twell_numba.train.failure import Diverged
+from twell_numba.train.learned_patterns import pattern_arrays
 from twell_numba.train.trainer import Trainer
 
 VOCABULARY = 11
@@ -187,21 +189,54 @@ def test_shared_neurons_are_learned_anew_between_replays(hopper_machine, monkeyp
     kernels = shared_neurons_of(monkeypatch)
     alone, sharing = (trainers_of(hopper_machine, **changes)[1] for _ in range(2))
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 10**9)
-    expected = [alone.take_step().loss for _ in range(4)]
+    expected = [alone.take_step().loss for _ in range(5)]
     assert alone.model.ffn_layers[0].auto_state.learned is None
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
     monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 120)
     layer, learned = sharing.model.ffn_layers[0], []
     losses = []
-    # gradients, each computed a step ahead: measured, compiled, recorded, replayed, measured
-    for _ in range(4):
+    for _ in range(5):  # measured, compiled, recorded, replayed, measured
         losses.append(sharing.take_step().loss)
         learned.append(layer.auto_state.learned)
     np.testing.assert_allclose(losses, expected, rtol=0.02)
     assert learned[0] is not None
-    assert learned[0] is learned[2]
-    assert learned[3] is not learned[0]
+    assert learned[0] is learned[3]
+    assert learned[4] is not learned[0]
     assert len(kernels) >= 2
+
+
+def test_a_resumed_run_goes_by_what_was_learned(hopper_machine, monkeypatch):
+    changes = {"ffn_path": "twell", "n_layers": 1, "precision": "bfloat16", "batch_size": 10}
+    shared_neurons_of(monkeypatch)
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
+    monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 120)
+    trainer = trainers_of(hopper_machine, **changes)[1]
+    assert trainer.model.ffn_layers[0].auto_state == ffn.AutoState()  # compiling teaches nothing
+    for _ in range(2):
+        trainer.take_step()
+    arrays = trainer.optimizer.state_arrays() | pattern_arrays(trainer.model)
+    assert "ffn_learned.0.scores" in arrays
+    state = json.loads(json.dumps(trainer.state_dict()))
+    weights = {name: to_host(p.value).copy() for name, p in trainer.parameters.items()}
+
+    resumed = trainer_of(**changes)
+    for name, parameter in resumed.parameters.items():
+        parameter.value[...] = weights[name]
+    resumed.load_state(state, arrays)
+    resumed.move_to_gpu(hopper_machine.gpu.stream)
+    resumed.recorded.compile()
+    for _ in range(3):  # in the last, both learn anew
+        assert resumed.take_step().gradient_norm == trainer.take_step().gradient_norm
+    for name, parameter in resumed.parameters.items():
+        np.testing.assert_array_equal(
+            to_host(parameter.value), to_host(trainer.parameters[name].value), err_msg=name
+        )
+    for damaged in (
+        {"ffn_learned.0.hot_neurons": np.array([-1], np.int32)},
+        {"ffn_learned.0.scores": np.full((8, 128), 128, np.uint8)},
+    ):
+        with pytest.raises(ValueError, match="is not what a run saves"):
+            trainer_of(**changes).load_state(state, arrays | damaged)
 
 
 def shared_neurons_of(monkeypatch):
@@ -211,8 +246,8 @@ def shared_neurons_of(monkeypatch):
 
     found = []
 
-    def learn(packed):
-        found.append(original(packed))
+    def learn(packed, lists):
+        found.append(original(packed, lists))
         return found[-1]
 
     original = shared_neurons.learn_pattern

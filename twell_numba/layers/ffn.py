@@ -161,7 +161,7 @@ class RecordedStatistics(NamedTuple):
 
 
 class AutoState(NamedTuple):
-    """What ``auto`` chooses the next call's path by.
+    """What the next call's path and kernels are chosen by.
 
     Attributes
     ----------
@@ -203,8 +203,9 @@ class FeedForward:
     ----------
     activation : str
     auto_state : AutoState
-        Changed by calls on the path ``auto`` with dense weights. Who puts it back to what it was
-        gets the same paths again, and so the same rounding.
+        Changed by calls on the path ``auto`` with dense weights, and on a GPU by those on the path
+        ``twell``. Who puts it back to what it was gets the same paths and kernels again, and so the
+        same rounding.
 
     Raises
     ------
@@ -535,10 +536,6 @@ class FeedForward:
             seen += tokens
             is_due = seen >= TOKENS_A_MEASUREMENT_OF_SHARING
             self.auto_state = self.auto_state._replace(sharing_tokens=None if is_due else seen)
-
-    def forget_pattern(self) -> None:
-        """Let the next call measure sharing anew, as one does that knows of none before."""
-        self.auto_state = self.auto_state._replace(learned=None, sharing_tokens=None)
 
     def _measure(self, tokens: int) -> None:
         density, unmeasured_tokens, *_ = self.auto_state

@@ -61,7 +61,7 @@ from twell_numba.kernels.twell.cuda_pack import (
     pack_rows,
     pack_tiles,
 )
-from twell_numba.kernels.twell.cuda_pack import list_tail as list_tail
+from twell_numba.kernels.twell.cuda_pack import list_tail as list_tail  # tests look for it here
 from twell_numba.kernels.twell.cuda_tail import (
     tail_d_hidden,
     tail_gradients,
@@ -359,7 +359,7 @@ def pack_product(
 ) -> DeviceActivations:
     """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire.
 
-    Unless ``lists_tail``, the tail is only marked where the product is not in memory.
+    Where the product is not in memory and ``lists_tail`` is false, the tail is marked, not listed.
     """
     weight = weights[0]
     packing = _fused_packing(x, weights, tile)

@@ -67,9 +67,12 @@ MOST_AT_ONCE = 1536
 ROOM = 512
 # Fewer tokens do not repay the launches.
 FEWEST_TOKENS = 4096
-# Measured, in us: a gathered entry, by 2048 columns; of 16384 tokens, what a hot neuron takes to
-# write, and, by 2048 columns, to multiply, and reading x and dy whatever is hot; and launches.
-GATHERED, WRITTEN, MULTIPLIED, READ, LAUNCHED = 0.9e-3, 0.043, 0.225, 25.0, 16.0
+# Measured, in us, for D = 2048 and M = 16384, what follows them in proportion:
+GATHERED = 0.9e-3  # a gathered entry, by D
+WRITTEN = 0.043  # what a hot neuron takes to write, by M
+MULTIPLIED = 0.225  # and to multiply, by both
+READ = 25.0  # reading x and dy, whatever is hot, by both
+LAUNCHED = 16.0  # launches, by neither
 
 
 # ---- Which neurons are hot

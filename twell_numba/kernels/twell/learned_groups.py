@@ -47,7 +47,7 @@ from twell_numba.device.gpu.language import (
     types,
 )
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
-from twell_numba.kernels.twell.entry_transpose import list_by_neuron
+from twell_numba.kernels.twell.entry_transpose import NeuronLists
 from twell_numba.kernels.twell.token_groups import (
     GROUPS,
     HIGHEST_SCORE,
@@ -62,10 +62,16 @@ PARTS = 64
 WARPS = GROUPS // 32
 
 
-def learn_pattern(packed: DeviceActivations) -> LearnedPattern:
-    """Learn groups of tokens from those of a batch; nothing waits, some things are compiled."""
+def learn_pattern(packed: DeviceActivations, lists: NeuronLists) -> LearnedPattern:
+    """Learn groups of tokens from those of a batch; nothing waits, some things are compiled.
+
+    Parameters
+    ----------
+    packed : DeviceActivations
+    lists : NeuronLists
+        Its entries by neuron.
+    """
     (rows, neurons), stream = packed.shape, packed.values.stream
-    lists, _ = list_by_neuron(packed)
     group_of = room_for_groups(packed)
     counts = empty((neurons, GROUPS), np.int32, stream)
     squares = empty((PARTS, GROUPS), np.float32, stream)

@@ -47,7 +47,7 @@ MOST_WORDS = 1024  # of 32 neurons, in shared memory
 # Neurons can be of 15 bits, as can places in a row; slots of a tile of 9, rows of a block of 7.
 MOST_NEURONS = 32 * MOST_WORDS
 SLOT_BITS, ROW_SHIFT = 9, 24
-MOST_SLOTS = 1 << SLOT_BITS
+MOST_SLOTS = 1 << SLOT_BITS  # of a tile
 ENTRIES = 32 * 1024  # of a block that shares, at most; in shared memory
 AHEAD = 4  # entries of which a thread reads the values before it writes them
 
@@ -83,7 +83,7 @@ class SharedNeurons:
         All tokens, 128 of a block side by side.
     neurons : DeviceArray of int32, shape (blocks, room)
     counts : DeviceArray of int32, shape (blocks,)
-        Neurons of each block, at least 1; 0 where they cannot be shared.
+        Neurons of each block, at least 1; 0 where they cannot be shared and its rows stay.
     entries : DeviceArray of int64, shape (blocks, ENTRIES)
         Entries of shared blocks, row after row, with ascending neurons:
         ``value << 48 | neuron << 32 | position in its part << 16 | place in the row``.

@@ -96,7 +96,7 @@ from twell_numba.device.gpu.language import FULL_WARP, cuda, load, number, store
 from twell_numba.device.gpu.tensor_cores import inlined, store_four_words
 from twell_numba.device.gpu.tensor_map import WORDS, TensorMap
 from twell_numba.kernels.device_checks import rows_are_aligned
-from twell_numba.kernels.twell import hot_neurons
+from twell_numba.kernels.twell import entry_transpose, hot_neurons
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
 from twell_numba.kernels.twell.cuda_pack import list_tail_rows
@@ -143,13 +143,15 @@ BATCH = 4
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
 
-MOST_ROWS = 2**23  # entries are numbered in 32 bits
+MOST_ROWS = 2**23 - TOKENS  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.6
 # What is learned anew takes the place of what was learned before if blocks then have so many times
 # as many, or weight gradients were expected to take so many times as long: recordings have to be
 # made anew for it.
 WORTH_LEARNING = 1.05
+# Of all rows; such layers are no faster where blocks share.
+MOST_IN_TAIL = 1 / 64
 LEAST_NUMBERS = 2**23
 
 
@@ -504,16 +506,15 @@ def multiply_tokens(
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(hidden, block, low, n, is_last, room, 16 * warp)
             stage, parity = multiply_part(sums, n, steps, stages, consumer, thread, stage, parity)
-            arrays = entries
             layout = (block, low, row_slots, room, rows, parts)
             results = (up_values, hidden, fired, row_counts, row_sums)
             share(sums, 0, lines)
             finish_hidden(
-                upper_codes, lines, token, rows_of[0], part, upper, arrays, layout, results
+                upper_codes, lines, token, rows_of[0], part, upper, entries, layout, results
             )
             share(sums, 1, lines)
             finish_hidden(
-                lower_codes, lines, token + 8, rows_of[1], part, lower, arrays, layout, results
+                lower_codes, lines, token + 8, rows_of[1], part, lower, entries, layout, results
             )
     wait_for_cluster()  # copies may still be under way
 
@@ -750,6 +751,7 @@ def _can_list(packed: DeviceActivations) -> bool:
     is_for_it = values.gpu.capability == (9, 0) and values.dtype == ml_dtypes.bfloat16
     is_small = max(packed.neurons, row_slots) <= MOST_NEURONS and packed.shape[0] <= MOST_ROWS
     is_small = is_small and packed.slots <= MOST_SLOTS
+    is_small = is_small and packed.values.size <= entry_transpose.MOST_SLOTS
     return packed.gated and is_for_it and is_small
 
 
@@ -762,12 +764,13 @@ def learn_to_share(
     """
     if not _can_list(packed) or packed.shape[0] * width < LEAST_NUMBERS:
         return None
-    newly_learned = learn_pattern(packed)
+    lists, _ = list_by_neuron(packed)
+    newly_learned = learn_pattern(packed, lists)
     found = entries_a_neuron(packed, newly_learned)
     if found < ENTRIES_A_NEURON:
         return None
     (rows, neurons), stream = packed.shape, packed.values.stream
-    tokens_of = np.diff(list_by_neuron(packed)[0].neuron_starts.to_numpy())
+    tokens_of = np.diff(lists.neuron_starts.to_numpy())
     hot = hot_neurons.choose_hot_neurons(tokens_of, rows, width)
     if learned is not None and entries_a_neuron(packed, learned) >= found / WORTH_LEARNING:
         old = hot[:0] if learned.hot is None else learned.hot.neurons.to_numpy()
@@ -780,18 +783,17 @@ def learn_to_share(
 
 
 def entries_a_neuron(packed: DeviceActivations, learned: LearnedPattern) -> float:
-    """Return how many entries blocks have for each of their neurons; 0 where one cannot share.
+    """Return how many entries blocks have for each of their neurons.
 
-    Waits for the GPU.
+    0 where a block cannot share, or more than a few rows are in the tail. Waits for the GPU.
     """
-    rows = packed.shape[0]
-    order = order_tokens(packed, learned)
-    entries = np.zeros(-(-rows // TOKENS) * TOKENS, np.int64)
-    entries[:rows] = packed.row_nonzeros.to_numpy()[order.to_numpy()]
-    entries = entries.reshape(-1, TOKENS).sum(axis=1)
+    if int(packed.tail_count.to_numpy()[0]) > MOST_IN_TAIL * packed.shape[0]:
+        return 0.0
     room = room_for(packed.neurons)
+    order = order_tokens(packed, learned)
     counts = list_shared_neurons(packed, order, room, moves=False).counts.to_numpy()
-    return int(entries.sum()) / int(counts.sum(dtype=np.int64)) if counts.all() else 0.0
+    entries = int(packed.counts.to_numpy().sum(dtype=np.int64))
+    return entries / int(counts.sum(dtype=np.int64)) if counts.all() else 0.0
 
 
 def room_for(neurons: int) -> int:

@@ -65,7 +65,7 @@ class LearnedPattern:
     hot: HotNeurons | None = None
 
 
-def order_tokens(packed: DeviceActivations, groups: LearnedPattern) -> DeviceArray:
+def order_tokens(packed: DeviceActivations, learned: LearnedPattern) -> DeviceArray:
     """Return the tokens by group, ascending in each; nothing waits.
 
     Returns
@@ -75,7 +75,7 @@ def order_tokens(packed: DeviceActivations, groups: LearnedPattern) -> DeviceArr
     rows, stream = packed.shape[0], packed.values.stream
     group_of = room_for_groups(packed)
     order = empty(rows, np.int32, stream)
-    find_groups(packed, groups.scores, group_of)
+    find_groups(packed, learned.scores, group_of)
     place_tokens(GROUPS, group_of, order, rows)
     return order
 
