@@ -9,9 +9,9 @@ While the host waits for a step's results and does its own part, the GPU goes on
 backward pass of the next step. Nothing of that touches the weights; should it turn out that the
 step is to be another one, its gradients are thrown away.
 
-A micro-batch is recorded for the paths that its feedforward layers take. When they take
-paths that are new, the next micro-batch runs unrecorded, so that what it needs gets compiled, and
-is recorded after that.
+A micro-batch is recorded for the paths that its feedforward layers take, and for what they have
+learned of their tokens. When either is new, the next micro-batch runs unrecorded, so that what it
+needs gets compiled, and is recorded after that; and now and then one does, for layers to learn anew.
 """
 
 from collections.abc import Callable

@@ -12,10 +12,10 @@ apart as they can be, and are improved UPDATES times. Groups are then numbered s
 followed by the one, of those left, whose scores are most like its own: a block of tokens that has
 some of both then needs few neurons more.
 
-Counts are integers, sums in a fixed order: the same groups in every run. On the patterns in the
-project's data, 16384 tokens, these are the neurons of a block of 128 tokens, in the order of the
+Counts are integers, sums in a fixed order: the same groups in every run. On the patterns of two
+trained models, 16384 tokens, these are the neurons of a block of 128 tokens, in the order of the
 text, after 1, 2, 4 and 8 updates; without the numbering; and of the second half of the tokens, with
-groups learned from the first, beside their own:
+groups learned from the first by 8 updates, beside their own:
 
 | | entries | text | 1 | 2 | 4 | 8 | not numbered | first half's, own |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
