@@ -11,7 +11,7 @@ step is to be another one, its gradients are thrown away.
 
 A micro-batch is recorded for the paths that its feedforward layers take, and for what they have
 learned of their tokens. When either is new, the next micro-batch runs unrecorded, so that what it
-needs gets compiled, and is recorded after that; and now and then one does, for layers to learn anew.
+needs gets compiled, and is recorded after that. Now and then one does for layers to learn anew.
 """
 
 from collections.abc import Callable
