@@ -2,8 +2,8 @@
 
 Jinja's own sandbox keeps a template from Python's internals and from changing what it is given.
 This one also bounds what a template may take: how many steps it runs and for how long, how long its
-texts grow and how much text it makes in all. Not bounded is what one operation takes on values that
-are nested in each other dozens of times.
+texts grow and how much text it makes in all, and how many parts a value has, those of its parts
+included: one operation on a value that holds the last one twice, forty times over, would not end.
 
 The rest is as Hugging Face's transformers has it, for which chat templates are written. This is the
 one place that uses jinja2, an optional package; import it inside functions only.
@@ -26,6 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 # Far more than a conversation needs: each item of a loop, each call and each filter is a step, and
 # so is the making of so many characters.
@@ -33,6 +34,7 @@ MOST_STEPS = 300_000
 CHARACTERS_A_STEP = 1024
 MOST_SECONDS = 10.0
 LONGEST_TEXT = 1 << 24
+MOST_PARTS = 1 << 20
 LARGEST_WIDTH = 1_000_000
 LARGEST_POWER_BITS = 4096
 # Functions that write one of their arguments once for each part of another, and how often at most.
@@ -49,6 +51,8 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget] = ContextVar("budget")
+
+_CONTAINERS = (dict, list, tuple)
 
 
 def render(text: str, variables: dict[str, Any]) -> str:
@@ -79,12 +83,25 @@ def _compiled(text: str) -> Template:
         lstrip_blocks=True,
         extensions=[loopcontrols, _GenerationBlock],
     )
-    tree = environment.parse(text)
+    tree = _WithinBounds().visit(environment.parse(text))
     for loop in tree.find_all(nodes.For):
         loop.iter = _filtered(loop.iter, "items_within_bounds")
     for concatenation in list(tree.find_all(nodes.Concat)):
         concatenation.nodes = [_filtered(node, "within_bounds") for node in concatenation.nodes]
     return environment.from_string(tree)
+
+
+class _WithinBounds(NodeTransformer):
+    """Lets lists, tuples and dictionaries that a template writes out be checked when it runs."""
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return _filtered(self.generic_visit(node), "of_bounded_parts")
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        is_value = node.ctx == "load"  # not names to be set
+        return self.visit_List(node) if is_value else self.generic_visit(node)
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
@@ -110,6 +127,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
         self.filters["items_within_bounds"] = _items_within_bounds
         self.filters["within_bounds"] = _of_bounded_length
+        self.filters["of_bounded_parts"] = _of_bounded_parts
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         del self.globals["lipsum"]
@@ -162,7 +180,29 @@ def _of_bounded_length(value: Any) -> Any:
         if len(value) > LONGEST_TEXT:
             raise TemplateRuntimeError(f"it makes a text of more than {LONGEST_TEXT} characters")
         _take_steps(len(value) // CHARACTERS_A_STEP)
+    return _of_bounded_parts(value)
+
+
+def _of_bounded_parts(value: Any) -> Any:
+    """Return a value, if all that is nested in it, each time it is, has few parts."""
+    parts: dict[int, int] = {}  # of each container, by its id
+    waiting = [value] if isinstance(value, _CONTAINERS) else []
+    while waiting:
+        container = waiting[-1]
+        nested = [part for part in _values_of(container) if isinstance(part, _CONTAINERS)]
+        unknown = [part for part in nested if id(part) not in parts]
+        waiting += unknown
+        if not unknown:
+            waiting.pop()
+            parts[id(container)] = len(container) + sum(parts[id(part)] for part in nested)
+            if parts[id(container)] > MOST_PARTS:
+                raise TemplateRuntimeError(f"it makes a value of more than {MOST_PARTS} parts")
+    _take_steps(len(parts) // CHARACTERS_A_STEP)
     return value
+
+
+def _values_of(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
