@@ -55,10 +55,10 @@ def take_patterns(arrays: dict[str, np.ndarray], model: Transformer) -> dict[int
         scores_name, hot_name = _SCORES.format(layer), _HOT_NEURONS.format(layer)
         if scores_name not in arrays:
             continue
-        scores, hot = arrays.pop(scores_name), arrays.pop(hot_name, None)
+        scores, hot = arrays.pop(scores_name), arrays.pop(hot_name, np.zeros(0))
         if scores.dtype != np.uint8 or scores.shape != (neurons, 128) or scores.max() > 127:
             raise ValueError(f"{scores_name} is not what a run saves")
-        is_list = hot is not None and hot.dtype == np.int32 and hot.ndim == 1
+        is_list = hot.dtype == np.int32 and hot.ndim == 1
         if not is_list or np.any(np.diff(hot, prepend=-1, append=neurons) <= 0):
             raise ValueError(f"{hot_name} is not what a run saves")
         patterns[layer] = PatternOnHost(scores, hot)

@@ -94,7 +94,7 @@ def _compiled(text: str) -> Template:
 class _WithinBounds(NodeTransformer):
     """Lets lists, tuples and dictionaries that a template writes out be checked when it runs."""
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict | nodes.Tuple) -> nodes.Node:
         return _filtered(self.generic_visit(node), "of_bounded_parts")
 
     visit_Dict = visit_List
