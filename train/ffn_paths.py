@@ -1,5 +1,8 @@
 """Which execution paths feedforward layers may take while they are trained."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from twell_numba.models.transformer import Transformer
 
 
@@ -13,3 +16,12 @@ def possible_paths(model: Transformer) -> tuple[str, ...]:
     activation, on_gpu = model.config.activation, model.stream is not None
     has_twell = activation == "relu" or (activation == "relu2" and not on_gpu)
     return ("twell", "dense") if has_twell else ("dense",)
+
+
+@contextmanager
+def paths_undisturbed(model: Transformer) -> Iterator[None]:
+    """Let the next step take the FFN paths it would have taken without what is done in between."""
+    states = [ffn.auto_state for ffn in model.ffn_layers]
+    yield
+    for ffn, state in zip(model.ffn_layers, states, strict=True):
+        ffn.auto_state = state

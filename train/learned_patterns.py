@@ -67,11 +67,11 @@ def take_patterns(arrays: dict[str, np.ndarray], model: Transformer) -> dict[int
 
 def put_patterns(model: Transformer, patterns: dict[int, PatternOnHost], stream: Any) -> None:
     """Let layers on a GPU go by what was learned."""
-    for layer, (scores, hot) in patterns.items():
-        from twell_numba.device.gpu import from_numpy
-        from twell_numba.kernels.twell.hot_neurons import hold_hot_neurons
-        from twell_numba.kernels.twell.token_groups import LearnedPattern
+    from twell_numba.device.gpu import from_numpy
+    from twell_numba.kernels.twell.hot_neurons import hold_hot_neurons
+    from twell_numba.kernels.twell.token_groups import LearnedPattern
 
+    for layer, (scores, hot) in patterns.items():
         ffn = model.ffn_layers[layer]
         held = hold_hot_neurons(hot, len(scores), stream)
         learned = LearnedPattern(from_numpy(scores, stream), held)

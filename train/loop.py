@@ -35,7 +35,7 @@ from twell_numba.train.checkpoints import (
 from twell_numba.train.config import TrainConfig, require_resumable
 from twell_numba.train.corpus import TokenCorpus, absolute_source, load_text, tokenize
 from twell_numba.train.failure import Diverged, StepFailed
-from twell_numba.train.ffn_paths import possible_paths
+from twell_numba.train.ffn_paths import paths_undisturbed, possible_paths
 from twell_numba.train.freezing import slowness, thinned_copy
 from twell_numba.train.interrupt import Interrupted, InterruptFlag
 from twell_numba.train.prepared import SUFFIX, open_prepared, require_same_tokenizer
@@ -260,7 +260,7 @@ class _Run:
             trainer.recorded.compile()
             self.reporter.compiled(time.monotonic() - begin)
             return
-        with _paths_undisturbed(trainer.model):
+        with paths_undisturbed(trainer.model):
             compile_kernels(trainer.model, self.windows[0])
         trainer.optimizer.compile()
         if trainer.model.weight_format == "dense":
@@ -326,7 +326,7 @@ class _Run:
         return left * seconds / (len(self.recent_ends) - 1)
 
     def _evaluate(self) -> Evaluation:
-        with _paths_undisturbed(self.trainer.model):
+        with paths_undisturbed(self.trainer.model):
             evaluation = evaluate(
                 self.trainer.model, self.windows, self.corpus.tokenizer, self.config.batch_size
             )
@@ -365,7 +365,7 @@ class _Run:
         """Have the model write, from a seed of the step's own, so that it disturbs nothing."""
         self.trainer.require_finite_state()
         step = self.trainer.step_count
-        with _paths_undisturbed(self.trainer.model):
+        with paths_undisturbed(self.trainer.model):
             pieces = generate(
                 self.trainer.model,
                 self.corpus.tokenizer,
@@ -510,15 +510,6 @@ def compile_sparse_path(
         if count == tokens:
             backprop(y)
         _ = layer.statistics
-
-
-@contextmanager
-def _paths_undisturbed(model: Transformer) -> Iterator[None]:
-    """Let the next step take the FFN paths it would have taken without what is done in between."""
-    states = [ffn.auto_state for ffn in model.ffn_layers]
-    yield
-    for ffn, state in zip(model.ffn_layers, states, strict=True):
-        ffn.auto_state = state
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, empty, zeros
+from twell_numba.device.gpu import empty, view, zeros
 from twell_numba.device.gpu.pinned import HostCopy
 from twell_numba.device.gpu.recorded import Recorded
 from twell_numba.kernels.adamw.cuda import (
@@ -33,7 +33,7 @@ from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.config import TrainConfig
-from twell_numba.train.ffn_paths import possible_paths
+from twell_numba.train.ffn_paths import paths_undisturbed, possible_paths
 from twell_numba.train.measured import Measured
 from twell_numba.train.optimizer import AdamW
 from twell_numba.train.sparsity import StepStatistics
@@ -147,12 +147,7 @@ class RecordedStep:
         """
         step = self._optimizer.step_count + 1
         self._coefficients.copy_from(self._optimizer.coefficients(learning_rate, step))
-        if self._ahead is not None and self._is_computed(batch):
-            for ffn, after in zip(self._model.ffn_layers, self._ahead.states, strict=True):
-                ffn.auto_state = ffn.auto_state._replace(
-                    learned=after.learned, sharing_tokens=after.sharing_tokens
-                )
-        else:
+        if not self._take_over(batch):
             self.discard()
             self._compute(batch)
         paths = self._kernels.paths
@@ -162,11 +157,11 @@ class RecordedStep:
         # One micro-batch: more would not fit into the gradient before the results are looked at.
         upcoming = next_batch() if self._config.gradient_accumulation == 1 else None
         if upcoming is not None:
-            before = self._states()
-            self._compute(upcoming)
-            self._ahead = _Ahead(upcoming, self._kernels, self._states())
             # A run that is resumed after this step has not seen the next one.
-            self._put_back(before)
+            with paths_undisturbed(self._model):
+                self._compute(upcoming)
+                states = [ffn.auto_state for ffn in self._model.ffn_layers]
+                self._ahead = _Ahead(upcoming, self._kernels, states)
         return self._measured(self._host_results.read(), paths)
 
     def discard(self) -> None:
@@ -185,12 +180,12 @@ class RecordedStep:
         """Compile what a step needs, on every path that it may take; changes no weight."""
         self._l1_scale.fill_with_zeros()
         self._tokens.fill_with_zeros()
-        chosen, before = self._model.ffn_path, self._states()
-        for path in possible_paths(self._model):
-            self._model.ffn_path = path
-            self._micro_batch()
+        chosen = self._model.ffn_path
+        with paths_undisturbed(self._model):
+            for path in possible_paths(self._model):
+                self._model.ffn_path = path
+                self._micro_batch()
         self._model.ffn_path = chosen
-        self._put_back(before)
         # With a loss that is not finite nothing is changed.
         self._results.copy_from(np.full(self._results.shape, np.nan))
         self._run_update()
@@ -213,22 +208,19 @@ class RecordedStep:
 
     # ------------------------------------------------------------------ what is recorded
 
-    def _is_computed(self, batch: Batch) -> bool:
-        """Whether the gradient in place is this batch's, computed as it would be now."""
+    def _take_over(self, batch: Batch) -> bool:
+        """Go by the gradient in place, if it is this batch's, computed as it would be now."""
         if self._ahead is None:
             return False
-        (windows, l1_scale), kernels, _ = self._ahead
-        return windows is batch.windows and (l1_scale, kernels) == (
-            batch.l1_scale,
-            self._next_kernels(),
-        )
-
-    def _states(self) -> list[AutoState]:
-        return [ffn.auto_state for ffn in self._model.ffn_layers]
-
-    def _put_back(self, states: list[AutoState]) -> None:
-        for ffn, state in zip(self._model.ffn_layers, states, strict=True):
-            ffn.auto_state = state
+        (windows, l1_scale), kernels, states = self._ahead
+        is_same = windows is batch.windows and l1_scale == batch.l1_scale
+        if not is_same or kernels != self._next_kernels():
+            return False
+        for ffn, after in zip(self._model.ffn_layers, states, strict=True):
+            ffn.auto_state = ffn.auto_state._replace(
+                learned=after.learned, sharing_tokens=after.sharing_tokens
+            )
+        return True
 
     @property
     def _tokens_at_once(self) -> int:
@@ -325,8 +317,8 @@ class RecordedStep:
         self._sums = zeros(nbytes, np.uint8, self._stream)
         self._output = zeros(nbytes, np.uint8, self._stream)
         self._host_results = HostCopy(self._output)
-        self._results = _view(self._sums, 0, (numbers,), np.float64)
-        self._fired = _view(self._sums, 8 * numbers, (layers, neurons), np.bool_)
+        self._results = view(self._sums, 0, (numbers,), np.float64)
+        self._fired = view(self._sums, 8 * numbers, (layers, neurons), np.bool_)
 
     def _measured(self, output: np.ndarray, paths: tuple[str, ...]) -> Measured:
         config = self._config
@@ -350,8 +342,3 @@ class RecordedStep:
                 "optimizer": float(updated - update_begun),
             },
         )
-
-
-def _view(array: DeviceArray, start: int, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-    """Return a part of an array of bytes, seen as numbers of another dtype."""
-    return DeviceArray(array.pointer + start, shape, dtype, array.stream, array.owner)

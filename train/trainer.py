@@ -252,6 +252,10 @@ class Trainer:
         self.dead_neurons.load_state_dict(state["dead_neurons"])
         for ffn, auto_state in zip(self.model.ffn_layers, state["ffn_auto"], strict=True):
             ffn.auto_state = _auto_state(auto_state)
+        for layer, (_, _, *sharing) in enumerate(state["ffn_auto"]):
+            if sharing and sharing[0] and layer not in self._patterns:  # of an older checkpoint
+                ffn = self.model.ffn_layers[layer]
+                ffn.auto_state = ffn.auto_state._replace(sharing_tokens=None)
         if self.weight_sparsity.controller is not None:
             self.weight_sparsity.controller.restore(state["weight_l1_strength"])
         if self.dead_neurons.step != self.step_count:

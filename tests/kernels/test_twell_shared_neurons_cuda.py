@@ -20,6 +20,7 @@ TOLERANCE = 8e-3
 SMALL = [
     (1, 8, 9, 4, 4, 4),
     (130, 72, 600, 2, 256, 16),  # about a narrow part, more than one
+    (130, 8, 40, 0, 64, 8),  # nothing fires
     (130, 264, 300, 20, 64, 20),  # more work than blocks, columns that are not whole tiles
 ]
 LARGE = [

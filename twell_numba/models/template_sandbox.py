@@ -185,8 +185,10 @@ def _of_bounded_length(value: Any) -> Any:
 
 def _of_bounded_parts(value: Any) -> Any:
     """Return a value, if all that is nested in it, each time it is, has few parts."""
+    if not isinstance(value, _CONTAINERS):
+        return value
     parts: dict[int, int] = {}  # of each container, by its id
-    waiting = [value] if isinstance(value, _CONTAINERS) else []
+    waiting: list[Any] = [value]
     while waiting:
         container = waiting[-1]
         nested = [part for part in _values_of(container) if isinstance(part, _CONTAINERS)]

@@ -10,6 +10,7 @@ from twell_numba.device.gpu.array import (
     from_external,
     from_numpy,
     require_same_gpu,
+    view,
     zeros,
 )
 from twell_numba.device.gpu.devices import GPU, TARGETS, choose, gpu
@@ -35,5 +36,6 @@ __all__ = [
     "record_graph",
     "require_same_gpu",
     "time_on_gpu",
+    "view",
     "zeros",
 ]

@@ -279,6 +279,11 @@ def zeros(
     return array
 
 
+def view(array: DeviceArray, start: int, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+    """Return a part of an array's memory, from byte ``start`` on, as numbers of another dtype."""
+    return DeviceArray(array.pointer + start, shape, dtype, array.stream, array.owner)
+
+
 def from_numpy(array: np.ndarray, stream: Stream | None = None) -> DeviceArray:
     """Return a copy of a host's array, which may be read-only, strided or big-endian.
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, empty, zeros
+from twell_numba.device.gpu import DeviceArray, empty, view, zeros
 from twell_numba.device.gpu.gemm import matmul
 from twell_numba.device.gpu.tensor_cores import OLDEST_CAPABILITY as TENSOR_CORES
 from twell_numba.kernels.checks import require_shape
@@ -422,10 +422,8 @@ def _activations(
     words = -(-rows // 32)
     # all that begins with zeros, cleared at once
     zeroed = zeros(4 * (words + 3) + neurons, np.uint8, stream)
-    integers = DeviceArray(zeroed.pointer, (words + 3,), np.int32, stream, zeroed.owner)
-    fired = DeviceArray(
-        zeroed.pointer + integers.nbytes, (neurons,), np.bool_, stream, zeroed.owner
-    )
+    integers = view(zeroed, 0, (words + 3,), np.int32)
+    fired = view(zeroed, integers.nbytes, (neurons,), np.bool_)
     packed = DeviceActivations(
         neurons=neurons,
         tile=tile,

@@ -37,7 +37,7 @@ at 2.2 TB/s, not bound by memory.
 
 import numpy as np
 
-from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel
+from twell_numba.device.gpu import DeviceArray, Stream, empty, from_numpy, kernel, view
 from twell_numba.device.gpu.gemm import default_path, matmul
 from twell_numba.device.gpu.language import (
     cuda,
@@ -193,7 +193,7 @@ def _add_some(
 
 def _bits(array: DeviceArray) -> DeviceArray:
     """Return a view of floats in 16 bits as the integers that their bits are."""
-    return DeviceArray(array.pointer, array.shape, np.dtype(np.uint16), array.stream, array.owner)
+    return view(array, 0, array.shape, np.uint16)
 
 
 @device_function
@@ -206,37 +206,20 @@ def entry_from(neuron_starts, earlier_counts, neuron, neurons, chunk, chunks):
 
 
 @device_function
-def low_halves(words, start):
-    """Return the lower halves of eight words of shared memory, as four words."""
+def halves(words, start, shift):
+    """Return a half of each of eight words of shared memory, 16 bits from ``shift`` on, as four."""
     return (
-        low_half_of_two(words[start], words[start + 1]),
-        low_half_of_two(words[start + 2], words[start + 3]),
-        low_half_of_two(words[start + 4], words[start + 5]),
-        low_half_of_two(words[start + 6], words[start + 7]),
+        half_of_two(words[start], words[start + 1], shift),
+        half_of_two(words[start + 2], words[start + 3], shift),
+        half_of_two(words[start + 4], words[start + 5], shift),
+        half_of_two(words[start + 6], words[start + 7], shift),
     )
 
 
 @device_function
-def high_halves(words, start):
-    """Return the upper halves of eight words of shared memory, as four words."""
-    return (
-        high_half_of_two(words[start], words[start + 1]),
-        high_half_of_two(words[start + 2], words[start + 3]),
-        high_half_of_two(words[start + 4], words[start + 5]),
-        high_half_of_two(words[start + 6], words[start + 7]),
-    )
-
-
-@device_function
-def low_half_of_two(first, second):
-    """Return a word of the lower halves of two words."""
-    return types.int32(types.int32(first & 0xFFFF) | types.int32(second << 16))
-
-
-@device_function
-def high_half_of_two(first, second):
-    """Return a word of the upper halves of two words."""
-    return types.int32(types.int32(first >> 16 & 0xFFFF) | types.int32(second & -65536))
+def half_of_two(first, second, shift):
+    """Return a word of one half of each of two words."""
+    return types.int32(types.int32(first >> shift & 0xFFFF) | types.int32(second >> shift << 16))
 
 
 @kernel()
@@ -279,9 +262,9 @@ def write_matrices(
         place = types.int32(token + token // 8)
         at = types.int64(hot) * rows + first + token
         pitch = types.int64(count) * rows
-        store_four_words(matrices, at, low_halves(words, place))
-        store_four_words(matrices, at + pitch, high_halves(words, place))
-        store_four_words(matrices, at + 2 * pitch, low_halves(words, types.int32(PITCH + place)))
+        store_four_words(matrices, at, halves(words, place, 0))
+        store_four_words(matrices, at + pitch, halves(words, place, 16))
+        store_four_words(matrices, at + 2 * pitch, halves(words, types.int32(PITCH + place), 0))
         token = types.int32(token + cuda.blockDim.x * 8)
 
 

@@ -146,9 +146,9 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 88, 208
 MOST_ROWS = 2**23 - TOKENS  # entries are numbered in 32 bits
 # It is faster than strips from so many entries on for each neuron of a block, and numbers of x.
 ENTRIES_A_NEURON = 2.6
-# What is learned anew takes the place of what was learned before if blocks then have so many times
-# as many, or weight gradients were expected to take so many times as long: recordings have to be
-# made anew for it.
+# What is learned anew takes the place of what was learned before if blocks had so many times as
+# many neurons with that, or weight gradients were expected to take so many times as long:
+# recordings have to be made anew for it.
 WORTH_LEARNING = 1.05
 # Of all rows; such layers are no faster where blocks share.
 MOST_IN_TAIL = 1 / 64
@@ -762,38 +762,39 @@ def learn_to_share(
 
     Waits for the GPU. See :func:`twell_numba.kernels.twell.cuda.learn_to_share`.
     """
-    if not _can_list(packed) or packed.shape[0] * width < LEAST_NUMBERS:
+    (rows, neurons), stream = packed.shape, packed.values.stream
+    if not _can_list(packed) or rows * width < LEAST_NUMBERS:
+        return None
+    if int(packed.tail_count.to_numpy()[0]) > MOST_IN_TAIL * rows:
         return None
     lists, _ = list_by_neuron(packed)
     newly_learned = learn_pattern(packed, lists)
-    found = entries_a_neuron(packed, newly_learned)
-    if found < ENTRIES_A_NEURON:
+    starts = lists.neuron_starts.to_numpy()
+    needed = neurons_of_blocks(packed, newly_learned)
+    if needed is None or starts[-1] < ENTRIES_A_NEURON * needed:
         return None
-    (rows, neurons), stream = packed.shape, packed.values.stream
-    tokens_of = np.diff(lists.neuron_starts.to_numpy())
+    tokens_of = np.diff(starts)
     hot = hot_neurons.choose_hot_neurons(tokens_of, rows, width)
-    if learned is not None and entries_a_neuron(packed, learned) >= found / WORTH_LEARNING:
+    if learned is not None:
+        needed_before = neurons_of_blocks(packed, learned)
         old = hot[:0] if learned.hot is None else learned.hot.neurons.to_numpy()
         then, now = (
             hot_neurons.expected_microseconds(tokens_of, which, rows, width) for which in (old, hot)
         )
-        if then <= now * WORTH_LEARNING:
+        is_as_good = needed_before is not None and needed_before <= needed * WORTH_LEARNING
+        if is_as_good and then <= now * WORTH_LEARNING:
             return learned
     return replace(newly_learned, hot=hot_neurons.hold_hot_neurons(hot, neurons, stream))
 
 
-def entries_a_neuron(packed: DeviceActivations, learned: LearnedPattern) -> float:
-    """Return how many entries blocks have for each of their neurons.
+def neurons_of_blocks(packed: DeviceActivations, learned: LearnedPattern) -> int | None:
+    """Return how many neurons all blocks have together; None where one cannot share.
 
-    0 where a block cannot share, or more than a few rows are in the tail. Waits for the GPU.
+    Waits for the GPU.
     """
-    if int(packed.tail_count.to_numpy()[0]) > MOST_IN_TAIL * packed.shape[0]:
-        return 0.0
-    room = room_for(packed.neurons)
-    order = order_tokens(packed, learned)
+    order, room = order_tokens(packed, learned), room_for(packed.neurons)
     counts = list_shared_neurons(packed, order, room, moves=False).counts.to_numpy()
-    entries = int(packed.counts.to_numpy().sum(dtype=np.int64))
-    return entries / int(counts.sum(dtype=np.int64)) if counts.all() else 0.0
+    return int(counts.sum(dtype=np.int64)) if counts.all() else None
 
 
 def room_for(neurons: int) -> int:

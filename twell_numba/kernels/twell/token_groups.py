@@ -33,6 +33,7 @@ from twell_numba.device.gpu.language import (
     store,
     types,
 )
+from twell_numba.kernels.cuda_vectors import _load_words
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations, HotNeurons
 from twell_numba.kernels.twell.cuda_language import prefix_of_block, prefix_of_warp
 
@@ -136,10 +137,7 @@ def list_firing(listed, columns, counts, row, tile, tiles, slots):
 def _load_sixteen_bytes(typing_context, pointer, index):
     def generate(context, builder, signature, arguments):
         position = context.cast(builder, arguments[1], signature.args[1], types.int64)
-        address = builder.gep(arguments[0], [position])
-        kind = ir.VectorType(_i32, 4).as_pointer()
-        vector = builder.load(builder.bitcast(address, kind), align=16)
-        words = [builder.extract_element(vector, ir.Constant(_i32, i)) for i in range(4)]
+        words = _load_words(builder, builder.gep(arguments[0], [position]), _i32, 4)
         return context.make_tuple(builder, signature.return_type, words)
 
     return types.UniTuple(types.int32, 4)(pointer, index), generate
