@@ -253,8 +253,8 @@ def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
     """Do what a warpgroup's threads together do in ``hopper.begin_product`` and the like."""
     given = {tuple(map(int, request[1:])) for request in requests}
     assert len(given) == 1, "a warpgroup at two products"
-    left, right, keep = given.pop()
-    columns, read = _PRODUCTS[kind]
+    left, right, keep, columns = given.pop()
+    read = _PRODUCTS[kind]
     product = (
         _operand(block, left, hopper.ROWS).astype(np.float64)
         @ read(block, right, columns).astype(np.float64).T
@@ -268,12 +268,7 @@ def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
         sums[:] = sums + part if keep else part
 
 
-_PRODUCTS = {
-    "begin_product": (hopper.COLUMNS, _operand),
-    "begin_middle_product": (3 * hopper.COLUMNS // 4, _operand),
-    "begin_narrow_product": (hopper.COLUMNS // 2, _operand),
-    "begin_product_by_rows": (hopper.COLUMNS, _operand_by_rows),
-}
+_PRODUCTS = {"begin_product": _operand, "begin_product_by_rows": _operand_by_rows}
 
 
 def _write_tensor_map(memory: Any, index: Any, words: tuple[int, ...]) -> int:

@@ -218,7 +218,7 @@ def signatures(dtype):
                 "int32*",
                 *[size] * 7,
             ),
-            "order_blocks": ("int32*", index, index, size),
+            "finish_lists": (*["int32*"] * 2, index, index, size, size, *["int32*"] * 3, size),
         },
         # sum_neurons is compiled by its own test
         "twell.shared_neurons": {
@@ -261,8 +261,8 @@ def signatures(dtype):
             ),
         },
         "twell.token_groups": {
-            "group_tokens": ("uint16*", "int32*", "uint8*", "uint8*", *[size] * 4),
-            "place_tokens": ("uint8*", "int32*", size),
+            "group_tokens": ("uint16*", "int32*", "int32*", *["uint8*"] * 3, *[size] * 4),
+            "place_tokens": ("uint8*", "uint8*", "int32*", size),
         },
         "twell.learned_groups": {
             "seed_groups": ("uint8*", "int32*", size),

@@ -40,10 +40,23 @@ def stored_of(packed, fires):
     return stored
 
 
-def wanted_groups(stored, scores):
-    """Return each token's group, by its first 256 neurons."""
+def wanted_scores(stored, scores):
+    """Return each token's scores, by its first 256 neurons."""
     first = stored & (np.cumsum(stored, axis=1) <= token_groups.MOST_FIRING)
-    return (first.astype(np.float32) @ scores.astype(np.float32)).argmax(axis=1)
+    return first.astype(np.float32) @ scores.astype(np.float32)
+
+
+def wanted_groups(stored, scores):
+    return wanted_scores(stored, scores).argmax(axis=1)
+
+
+def wanted_sides(stored, scores):
+    """Return on which side of its group a token is."""
+    found = np.pad(wanted_scores(stored, scores), ((0, 0), (1, 1)))
+    group, token = found[:, 1:-1].argmax(axis=1), np.arange(len(found))
+    score = found[token, group + 1]
+    nearer = 8 * (found[token, group + 2] - found[token, group]) / np.where(score, score, 1)
+    return np.where(score, np.clip(np.floor(nearer + 4), 0, 7), 0)
 
 
 def test_tokens_are_ordered_by_group(rng, machine):
@@ -52,8 +65,53 @@ def test_tokens_are_ordered_by_group(rng, machine):
         packed = pack(machine, fires, *problem[2:4])
         scores = rng.integers(0, 128, (problem[1], GROUPS)).astype(np.uint8)
         order = order_tokens(packed, LearnedPattern(machine.upload(scores))).to_numpy()
-        groups = wanted_groups(stored_of(packed, fires), scores)
-        np.testing.assert_array_equal(order, np.argsort(groups, kind="stable"))
+        stored = stored_of(packed, fires)
+        sides, groups = wanted_sides(stored, scores), wanted_groups(stored, scores)
+        assert len(set(sides)) > 1 or len(sides) == 1
+        np.testing.assert_array_equal(order, np.lexsort((sides, groups)))
+
+
+def check_sides(rng, machine, rows, most):
+    """Order tokens of which most are of one group, of several sides."""
+    fires = rng.random((rows, 9)) < 0.7
+    fires[10:20] = False  # of group 0
+    scores = np.zeros((9, GROUPS), np.uint8)
+    scores[:, 5] = 100
+    scores[:, 6] = rng.integers(0, 100, 9)
+    groups, sides = wanted_groups(fires, scores), wanted_sides(fires, scores)
+    assert len(set(sides[groups == 5])) > 1
+    wanted = np.lexsort((sides, groups))
+    if np.count_nonzero(groups == 5) > most:
+        wanted = np.argsort(groups, kind="stable")
+    packed = pack(machine, fires, 256, 9)
+    order = order_tokens(packed, LearnedPattern(machine.upload(scores))).to_numpy()
+    np.testing.assert_array_equal(order, wanted)
+
+
+def test_tokens_of_a_group_are_ordered_by_side(rng, machine):
+    check_sides(rng, machine, 70, token_groups.MOST_LISTED)
+    if machine.is_real:
+        check_sides(rng, machine, 8000, token_groups.MOST_LISTED)
+
+
+def test_of_too_many_tokens_sides_are_not_looked_at(rng, machine, monkeypatch):
+    if not machine.is_real:  # which would not notice in a process that has the kernel already
+        monkeypatch.setattr(token_groups, "MOST_LISTED", 32)
+    check_sides(rng, machine, machine.shapes([70], [9000])[-1], token_groups.MOST_LISTED)
+
+
+def test_a_row_that_overflows_is_emptied(rng, machine):
+    fires = rng.random((70, 40)) < 0.4
+    packed = pack(machine, fires, 8, 8)
+    counts = packed.counts.to_numpy()
+    is_full = np.isin(np.arange(70), (3, 64, 69))
+    counts[is_full, rng.integers(0, 5, 3)] = 9
+    packed.counts.copy_from(counts)
+    scores = rng.integers(0, 128, (40, GROUPS)).astype(np.uint8)
+    order_tokens(packed, LearnedPattern(machine.upload(scores)))
+    np.testing.assert_array_equal(packed.counts.to_numpy(), np.where(is_full[:, None], 0, counts))
+    marked = np.unpackbits(packed.overflows.to_numpy().view(np.uint8), bitorder="little")
+    np.testing.assert_array_equal(marked[:70], is_full)
 
 
 def learned_in_numpy(stored, updates):

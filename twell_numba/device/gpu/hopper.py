@@ -381,42 +381,41 @@ def _multiply_text(columns, by_rows):
     return "\n".join(lines)
 
 
-def _begin_product(columns, by_rows):
-    def define(typing_context, sums, left, right, keep):
-        if not isinstance(sums, types.Array):
+def _begin_product(by_rows):
+    def define(typing_context, sums, left, right, keep, columns):
+        if not isinstance(sums, types.Array) or not isinstance(columns, types.IntegerLiteral):
             return None
+        count = columns.literal_value
 
         def generate(context, builder, signature, arguments):
             kinds = signature.args
-            places = _sums_of(context, builder, kinds[0], arguments[0], ROWS * columns // 128)
+            places = _sums_of(context, builder, kinds[0], arguments[0], ROWS * count // 128)
             operands = [
                 context.cast(builder, arguments[1], kinds[1], types.int64),
                 context.cast(builder, arguments[2], kinds[2], types.int64),
                 context.cast(builder, arguments[3], kinds[3], types.int32),
             ]
-            text = _multiply_text(columns, by_rows)
+            text = _multiply_text(count, by_rows)
             _with_sums(builder, text, ["l", "l", "r"], operands, places)
             return context.get_dummy_value()
 
-        return types.void(sums, left, right, keep), generate
+        return types.void(sums, left, right, keep, columns), generate
 
     return define
 
 
-# begin_product(sums, left, right, keep) begins to add A B^T to the sums of a warpgroup, or to
-# replace them if keep is 0. A has 64 rows and B 256, each of 64 bfloat16 numbers, given as
-# operand(). sums is a local array of 128 float32. With lane = thread % 32 and
-# warp = thread // 32 % 4, a thread's sums[4 j + 2 h + i] is the number in
+# begin_product(sums, left, right, keep, columns) begins to add A B^T to the sums of a warpgroup, or
+# to replace them if keep is 0. A has 64 rows and B `columns`, a constant, a multiple of 8 up to
+# 256, each of 64 bfloat16 numbers, given as operand(). sums is a local array of 128 float32, of
+# which columns / 2 are used. With lane = thread % 32 and warp = thread // 32 % 4, a thread's
+# sums[4 j + 2 h + i] is the number in
 #
 #     row 16 warp + 8 h + lane // 4,  column 8 j + 2 (lane % 4) + i
 #
-# All threads of the warpgroup must come here together. begin_middle_product does so for B of 192
-# rows and the first 96 sums, begin_narrow_product of 128 rows and 64 sums; begin_product_by_rows
-# begins to add A B, B having 64 rows of 256 numbers, given as operand_by_rows().
-begin_product = intrinsic(_begin_product(COLUMNS, False))
-begin_middle_product = intrinsic(_begin_product(3 * COLUMNS // 4, False))
-begin_narrow_product = intrinsic(_begin_product(COLUMNS // 2, False))
-begin_product_by_rows = intrinsic(_begin_product(COLUMNS, True))
+# All threads of the warpgroup must come here together. begin_product_by_rows begins to add A B, B
+# having 64 rows of 256 numbers, given as operand_by_rows().
+begin_product = intrinsic(_begin_product(False))
+begin_product_by_rows = intrinsic(_begin_product(True))
 
 
 @intrinsic

@@ -169,6 +169,7 @@ def gated_ffn_forward(
         activations.token_order = order_tokens(activations, learned)
         activations.hot = learned.hot
     elif learned is not None:
+        _mark_tail(activations)
         list_tail_rows(activations)
     return forward_packed(x, up_weight, down_weight, activations), activations
 
@@ -359,7 +360,8 @@ def pack_product(
 ) -> DeviceActivations:
     """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire.
 
-    Where the product is not in memory and ``lists_tail`` is false, the tail is marked, not listed.
+    Where the product is not in memory and ``lists_tail`` is false, rows of the tail are still to be
+    marked and listed.
     """
     weight = weights[0]
     packing = _fused_packing(x, weights, tile)
@@ -370,8 +372,9 @@ def pack_product(
     packed, state = _activations((rows, weight.shape[0]), x, tile, slots, gated=gated)
     packed.tail_source = TailSource(x, weight, state)
     packing(x, weight, packed.values, packed.columns, packed.counts, slots)
-    mark_tail(mark_tail.blocks(rows), packed.counts, packed.overflows, rows, packed.tiles, slots)
-    _finish_packing(packed, lists_tail=lists_tail)
+    if lists_tail:
+        _mark_tail(packed)
+        _finish_packing(packed)
     return packed
 
 
@@ -405,7 +408,7 @@ def _pack_gate(
             pack_tiles.blocks_of_warps(items), gate, *arrays, rows, neurons, tile, packed.tiles,
             slots,
         )  # fmt: skip
-        mark_tail(mark_tail.blocks(rows), packed.counts, overflows, rows, packed.tiles, slots)
+        _mark_tail(packed)
     _finish_packing(packed)
     if compact_tail:
         _make_tail_compact(packed, gate)
@@ -445,11 +448,17 @@ def _activations(
     return packed, integers[words + 1 :]
 
 
-def _finish_packing(packed: DeviceActivations, *, lists_tail: bool = True) -> None:
+def _mark_tail(packed: DeviceActivations) -> None:
+    """Mark the rows of which a tile overflows; they have no entries then."""
+    rows = packed.shape[0]
+    blocks = mark_tail.blocks(rows)
+    mark_tail(blocks, packed.counts, packed.overflows, rows, packed.tiles, packed.slots)
+
+
+def _finish_packing(packed: DeviceActivations) -> None:
     """List the tail, and without a gate, count what fires (of the tail, where it is read)."""
     rows, overflows = packed.shape[0], packed.overflows
-    if lists_tail:
-        list_tail_rows(packed)
+    list_tail_rows(packed)
     if not packed.gated:
         count_rows(
             count_rows.blocks_of_warps(rows), packed.values, packed.columns, packed.counts,

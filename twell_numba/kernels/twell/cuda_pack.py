@@ -139,9 +139,9 @@ def mark_tail(counts, overflows, rows, tiles, slots):
         row += grid_threads()
 
 
-@kernel(threads=MOST_THREADS)
-def list_tail(overflows, tail_rows, tail_count, words):
-    """List the rows whose bits are set in ``words`` words; for one block."""
+@device_function
+def list_marked_rows(overflows, tail_rows, tail_count, words):
+    """List the rows whose bits are set in ``words`` words; the threads of one block do."""
     share = (words + cuda.blockDim.x - 1) // cuda.blockDim.x
     thread = types.int64(cuda.threadIdx.x)
     stop = min(words, (thread + 1) * share)
@@ -161,6 +161,12 @@ def list_tail(overflows, tail_rows, tail_count, words):
         word += 1
     if thread == 0:
         store(tail_count, 0, total)
+
+
+@kernel(threads=MOST_THREADS)
+def list_tail(overflows, tail_rows, tail_count, words):
+    """List the rows whose bits are set in ``words`` words; for one block."""
+    list_marked_rows(overflows, tail_rows, tail_count, words)
 
 
 def list_tail_rows(packed: DeviceActivations) -> None:

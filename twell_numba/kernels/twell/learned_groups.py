@@ -14,8 +14,9 @@ some of both then needs few neurons more.
 
 Counts are integers, sums in a fixed order: the same groups in every run. On the patterns of two
 trained models, 16384 tokens, these are the neurons of a block of 128 tokens, in the order of the
-text, after 1, 2, 4 and 8 updates; without the numbering; and of the second half of the tokens, with
-groups learned from the first by 8 updates, beside their own:
+text, after 1, 2, 4 and 8 updates, without sides (see :mod:`token_groups`); without the numbering;
+and of the second half of the tokens, with groups learned from the first by 8 updates, beside their
+own:
 
 | | entries | text | 1 | 2 | 4 | 8 | not numbered | first half's, own |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -72,7 +73,7 @@ def learn_pattern(packed: DeviceActivations, lists: NeuronLists) -> LearnedPatte
         Its entries by neuron.
     """
     (rows, neurons), stream = packed.shape, packed.values.stream
-    group_of = room_for_groups(packed)
+    group_of, sides = room_for_groups(packed)
     counts = empty((neurons, GROUPS), np.int32, stream)
     squares = empty((PARTS, GROUPS), np.float32, stream)
     numbers = empty(GROUPS, np.int32, stream)
@@ -82,7 +83,7 @@ def learn_pattern(packed: DeviceActivations, lists: NeuronLists) -> LearnedPatte
     of_groups = (counts, lists.neuron_starts, squares, numbers, scores, exact, rows, neurons)
     for update in range(UPDATES):
         if update:
-            find_groups(packed, scores, group_of)
+            find_groups(packed, scores, (group_of, sides))
         count_by_group(neurons, lists.neuron_starts, lists.rows, group_of, counts)
         add_squares(PARTS, counts, lists.neuron_starts, squares, rows, neurons)
         score_neurons(score_neurons.blocks(neurons * GROUPS), *of_groups)

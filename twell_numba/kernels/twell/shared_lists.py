@@ -6,17 +6,17 @@ and the entries of a block's tokens side by side, each with where in U_b its neu
 
 A block of threads makes the lists of a block of tokens, in shared memory: a bit for each neuron
 that fires; how many are set below an entry's own is its position. The same lists in every run.
-Another kernel puts what is to be multiplied in order, the largest first, for blocks that stay and
-take one item after the other.
+Another kernel puts what is to be multiplied in order, what takes longest first, for blocks that
+stay and take one item after the other, and lists the rows of the tail.
 
-Bound by the latency of few dependent steps, and by the block with most entries. On an H200, M
-16384, F 5632, both kernels, in us: 29 to 32 for 24 entries a row of a trained layer, 60 for 82, of
-tokens in the order of the text; in that of groups, of which some have many more entries than
-others, 32 and 75. The second kernel takes 6. Versions before, in the order of the text: columns
-read twice, an entry at a time, and blocks compared by all threads, 68 and 95; a warp takes a row,
-70 and 93; entries first listed in shared memory, then taken one a thread, in 64-bit numbers, 55 and
-91; with 512 threads 37 and 80; one value read at a time, neurons and places of entries in 8 bytes
-instead of 4, 26 and 68.
+Bound by the latency of few dependent steps, and by the block with most entries, of which some of
+groups have many more than others. On an H200, M 16384, F 5632, both kernels, for trained layers of
+16, 24 and 34 entries a row, in us: 24, 28 and 33, of which the second takes 7. With starts of
+parts written entry by entry, and divisions, 29, 31 and 43. Versions before, in the order of the
+text, for 24 and 82 entries a row: columns read twice, an entry at a time, and blocks compared by
+all threads, 68 and 95; a warp takes a row, 70 and 93; entries first listed in shared memory, then
+taken one a thread, in 64-bit numbers, 55 and 91; with 512 threads 37 and 80; one value read at a
+time, neurons and places of entries in 8 bytes instead of 4, 26 and 68.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from llvmlite import ir
 
 from twell_numba.device.gpu import DeviceArray, empty, kernel
 from twell_numba.device.gpu.language import (
+    FULL_WARP,
     cuda,
     device_function,
     intrinsic,
@@ -35,11 +36,13 @@ from twell_numba.device.gpu.language import (
 )
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import count_bits, prefix_of_block, set_bit
+from twell_numba.kernels.twell.cuda_pack import list_marked_rows
 from twell_numba.kernels.twell.entry_transpose import set_shared_bit
 
 _i64 = ir.IntType(64)
 
 TOKENS = 128  # of a block
+ROW_STARTS = TOKENS + 1
 NEURONS = 256  # of an item, at most
 PANEL = 64  # columns of h that lie together
 THREADS = 1024
@@ -48,6 +51,7 @@ MOST_WORDS = 1024  # of 32 neurons, in shared memory
 MOST_NEURONS = 32 * MOST_WORDS
 SLOT_BITS, ROW_SHIFT = 9, 24
 MOST_SLOTS = 1 << SLOT_BITS  # of a tile
+ENTRIES_OF_COST = 16  # as many take as long as one of a part's neurons
 ENTRIES = 32 * 1024  # of a block that shares, at most; in shared memory
 AHEAD = 4  # entries of which a thread reads the values before it writes them
 
@@ -88,11 +92,13 @@ class SharedNeurons:
         Entries of shared blocks, row after row, with ascending neurons:
         ``value << 48 | neuron << 32 | position in its part << 16 | place in the row``.
     starts : DeviceArray of int32, shape (128 blocks, parts + 1)
-        Where, in its block's list, the entries of each row and part begin.
+        Where, in its block's list, the entries of each row and part begin; parts that the block
+        does not have are not written, but for the first of them.
     items : DeviceArray of int64, shape (1 + blocks * parts,)
         How many parts there are, each of up to 256 neurons of a block, about as many in all parts
-        of it; then for each, those of a block side by side, ``block << 32 | is it the block's last
-        << 31 | first position << 16 | part << 9 | neurons of it``.
+        of it; then for each, those that take longest first and those of a block side by side,
+        ``block << 32 | is it the block's last << 31 | first position << 16 | part << 9 | neurons of
+        it``.
     order : DeviceArray of int64, shape (1 + blocks,)
         How many blocks there are; then for each, those of most neurons first, as in ``items``,
         ``block << 32 | neurons``.
@@ -116,10 +122,10 @@ class SharedNeurons:
 def list_shared_neurons(
     packed: DeviceActivations, order: DeviceArray, room: int, *, moves: bool = True
 ) -> SharedNeurons:
-    """List the neurons of each block of tokens; nothing waits.
+    """List the neurons of each block of tokens, and the rows of the tail; nothing waits.
 
     Unless ``moves`` is false, rows of blocks that have too many of them to share, or too many
-    entries, are marked as rows of the tail, which is to be listed anew, and have no entries left.
+    entries, become rows of the tail and have no entries left.
 
     Parameters
     ----------
@@ -149,7 +155,10 @@ def list_shared_neurons(
         shared.entries, shared.starts, overflows, rows, packed.tile, packed.tiles, packed.slots,
         room, -(-neurons // 32), int(moves),
     )  # fmt: skip
-    order_blocks(1, shared.counts, shared.items, shared.order, blocks)
+    finish_lists(
+        -(-8 * blocks // THREADS) + 1, shared.counts, shared.starts, shared.items, shared.order,
+        blocks, parts + 1, overflows, packed.tail_rows, packed.tail_count, overflows.size,
+    )  # fmt: skip
     return shared
 
 
@@ -260,9 +269,21 @@ def move_to_tail(counts, overflows, tokens, rows, tiles):
 
 
 @device_function
-def start_of(code, position, size, columns_of_starts):
-    """Return the number, among all starts, of the row and part that an entry belongs to."""
-    return types.int32((code >> ROW_SHIFT) * columns_of_starts + types.int32(position // size))
+def quotient(value, inverse):
+    """Return value / n rounded down, of integers below 2^15, with 1 / n as float32."""
+    return types.int32((types.float32(value) + types.float32(0.5)) * inverse)
+
+
+@device_function
+def first_from(listed, bits, before, entry, end, position):
+    """Return the first of a row's entries whose neuron has this position or a later one."""
+    while entry < end:
+        middle = types.int32((entry + end) // 2)
+        if position_of(bits, before, neuron_of(listed[middle])) < position:
+            entry = types.int32(middle + 1)
+        else:
+            end = middle
+    return entry
 
 
 @kernel(threads=THREADS, shared_memory=4 * ENTRIES)
@@ -277,6 +298,7 @@ def list_union(
     before = cuda.shared.array(MOST_WORDS, types.int32)
     parts = cuda.shared.array(66, types.int32)
     tokens = cuda.shared.array(TOKENS, types.int32)
+    row_starts = cuda.shared.array(ROW_STARTS, types.int32)
     thread = types.int32(cuda.threadIdx.x)
     threads = types.int32(cuda.blockDim.x)
     block = types.int64(cuda.blockIdx.x)
@@ -297,12 +319,17 @@ def list_union(
     end = types.int32(min(cell + most, cells))
     own = sum_of_counts(counts, tokens, cell, types.int32(end - cell), in_row)
     at, total = prefix_of_block(own, parts)
+    if thread <= TOKENS:
+        row_starts[thread] = total  # of rows past the last
+    cuda.syncthreads()
     fits = total <= ENTRIES
     row = types.int32(cell // in_row)
     t = types.int32(cell - row * in_row)
     while fits and cell < end:
         at_cell = types.int64(tokens[row]) * tiles + t
         count = load(counts, at_cell)
+        if t == 0:
+            row_starts[row] = at
         list_cell(
             listed, bits, columns, at_cell * slots,
             row, types.int32(t * tile), count, at,
@@ -332,126 +359,152 @@ def list_union(
     if not shares and moves != 0:
         move_to_tail(counts, overflows, tokens, types.int32(cells // in_row), in_row)
         total, union, shares = types.int32(0), types.int32(0), True
-    columns_of_starts = types.int32(room // NEURONS + 1)
-    first_start = block * TOKENS * columns_of_starts
-    if shares and total == 0:  # y of such rows is written, too: as if one neuron fired for none
+    if not shares:
+        union = types.int32(0)
+    elif total == 0:  # y of such rows is written, too: as if one neuron fired for none
         union = types.int32(1)
         if thread == 0:
             store(neurons, block * room, 0)
-        k = thread
-        while k < TOKENS * columns_of_starts:
-            store(starts, first_start + k, 0)
-            k = types.int32(k + threads)
     if thread == 0:
-        store(union_counts, block, union if shares else types.int32(0))
-    if shares and total > 0:
-        w = thread
-        while w < words:
-            place = block * room + before[w]
-            for bit in range(32):
-                if bits[w] >> bit & 1 == 1:
-                    store(neurons, place, types.int32(w * 32 + bit))
-                    place += 1
-            w = types.int32(w + threads)
+        store(union_counts, block, union)
+    if union == 0:
+        return
 
-        size = size_of_parts(union)
-        row_slots = tiles * slots
-        in_tile, in_cell = types.int32(tile), types.int32(slots)
-        ahead = cuda.local.array(AHEAD, types.int64)
-        places = cuda.local.array(AHEAD, types.int32)
-        first = thread
-        while first < total:
-            for i in range(AHEAD):
-                e = types.int32(first + i * threads)
-                if e < total:
-                    code = listed[e]
-                    tile_of = types.int32(neuron_of(code) // in_tile)
-                    places[i] = types.int32(tile_of * in_cell + (code & (MOST_SLOTS - 1)))
-                    token = types.int64(tokens[code >> ROW_SHIFT])
-                    ahead[i] = half_bits(values, token * row_slots + places[i])
-            for i in range(AHEAD):
-                e = types.int32(first + i * threads)
-                if e < total:
-                    code = listed[e]
-                    neuron = neuron_of(code)
-                    position = position_of(bits, before, neuron)
-                    high = types.int64(neuron) | ahead[i] << 16
-                    in_part = types.int32(position % size)
-                    low = types.int64(types.int32(in_part << 16) | places[i])
-                    store(entries, block * ENTRIES + e, high << 32 | low)
-                    begun = start_of(code, position, size, columns_of_starts)
-                    k = types.int32(0)
-                    if e > 0:
-                        code = listed[e - 1]
-                        position = position_of(bits, before, neuron_of(code))
-                        k = types.int32(start_of(code, position, size, columns_of_starts) + 1)
-                    while k <= begun:
-                        store(starts, first_start + k, e)
-                        k = types.int32(k + 1)
-                    if e == total - 1:
-                        k = types.int32(begun + 1)
-                        while k < TOKENS * columns_of_starts:
-                            store(starts, first_start + k, total)
-                            k = types.int32(k + 1)
-            first = types.int32(first + AHEAD * threads)
+    w = thread
+    while total > 0 and w < words:
+        place = block * room + before[w]
+        left = bits[w]
+        while left != 0:
+            lowest = types.int32(left & -left)
+            store(neurons, place, types.int32(w * 32 + count_bits(types.int32(lowest - 1))))
+            left = types.int32(left ^ lowest)
+            place += 1
+        w = types.int32(w + threads)
+
+    size = size_of_parts(union)
+    columns_of_starts = types.int32(parts_of(union) + 1)
+    k = thread
+    while k < TOKENS * columns_of_starts:
+        row = types.int32(k // columns_of_starts)
+        part = types.int32(k - row * columns_of_starts)
+        first, last = row_starts[row], row_starts[row + 1]
+        if total == 0:
+            first, last = types.int32(0), types.int32(0)
+        at = first_from(listed, bits, before, first, last, types.int32(part * size))
+        store(starts, (block * TOKENS + row) * types.int32(room // NEURONS + 1) + part, at)
+        k = types.int32(k + threads)
+
+    row_slots = tiles * slots
+    in_cell = types.int32(slots)
+    of_tile, of_part = types.float32(1.0 / tile), types.float32(1.0 / size)
+    ahead = cuda.local.array(AHEAD, types.int64)
+    places = cuda.local.array(AHEAD, types.int32)
+    first = thread
+    while first < total:
+        for i in range(AHEAD):
+            e = types.int32(first + i * threads)
+            if e < total:
+                code = listed[e]
+                cell = types.int32(quotient(neuron_of(code), of_tile) * in_cell)
+                place = types.int32(cell + (code & (MOST_SLOTS - 1)))
+                token = types.int64(tokens[code >> ROW_SHIFT])
+                ahead[i] = half_bits(values, token * row_slots + place)
+                places[i] = place
+        for i in range(AHEAD):
+            e = types.int32(first + i * threads)
+            if e < total:
+                neuron = neuron_of(listed[e])
+                position = position_of(bits, before, neuron)
+                in_part = types.int32(position - quotient(position, of_part) * size)
+                high = types.int64(neuron) | ahead[i] << 16
+                low = types.int64(types.int32(in_part << 16) | places[i])
+                store(entries, block * ENTRIES + e, high << 32 | low)
+        first = types.int32(first + AHEAD * threads)
 
 
-@kernel(threads=THREADS)
-def order_blocks(counts, items, order, blocks):
-    """Put blocks in order, and parts of up to 256 of their neurons; for one block of threads."""
+@device_function
+def code_of_cost(counts, starts, block, columns_of_starts):
+    """Return how long a part of a block takes and, in the low 7 bits, how many parts it has."""
+    count = load(counts, block)
+    n = parts_of(count)
+    if n == 0:
+        return types.int32(0)
+    last_row = types.int64(block) * TOKENS + (TOKENS - 1)
+    entries = types.int32(load(starts, last_row * columns_of_starts + n))
+    cost = types.int32(size_of_parts(count) + types.int32(entries // n) // ENTRIES_OF_COST)
+    return types.int32(cost << 7 | n)
+
+
+@device_function
+def order_blocks(counts, starts, items, order, blocks, columns_of_starts):
+    """Put blocks in order, and parts of up to 256 of their neurons; eight threads take a block."""
     known = cuda.shared.array(THREADS, types.int32)
+    known_codes = cuda.shared.array(THREADS, types.int32)
     parts = cuda.shared.array(66, types.int32)
     thread = types.int32(cuda.threadIdx.x)
     threads = types.int32(cuda.blockDim.x)
     blocks = types.int32(blocks)
+    own = types.int32(thread % 8)
+    b = types.int32(cuda.blockIdx.x * (threads // 8) + thread // 8)
+    count = types.int32(0)
+    code = types.int32(0)
+    if b < blocks:
+        count = load(counts, b)
+        code = code_of_cost(counts, starts, b, columns_of_starts)
+    cost = types.int32(code >> 7)
+    place = types.int32(0)
+    item = types.int32(0)
     shared = types.int32(0)
+    items_there = types.int32(0)
     start = types.int32(0)
     while start < blocks:
-        b = types.int32(start + thread)
-        count = types.int32(0)
-        if b < blocks:
-            count = load(counts, b)
-        _, shared_here = prefix_of_block(types.int32(1 if count > 0 else 0), parts)
-        shared = types.int32(shared + shared_here)
-        place = types.int32(1)
-        other_start = types.int32(0)
-        while other_start < blocks:
-            known[thread] = types.int32(0)
-            if other_start + thread < blocks:
-                known[thread] = load(counts, other_start + thread)
-            cuda.syncthreads()
-            if count > 0:
-                ahead = types.int32(b - other_start)
-                # others come before it if they have more, or as many and a lower number
-                for c in range(types.int32(min(threads, blocks - other_start))):
-                    least = types.int32(count if c < ahead else count + 1)
-                    place = types.int32(place + (1 if known[c] >= least else 0))
-            cuda.syncthreads()
-            other_start = types.int32(other_start + threads)
-        if count > 0:
-            store(order, place, types.int64(b) << 32 | types.int64(count))
+        other = types.int32(start + thread)
+        known[thread] = types.int32(0)
+        known_codes[thread] = types.int32(0)
+        if other < blocks:
+            known[thread] = load(counts, other)
+            known_codes[thread] = code_of_cost(counts, starts, other, columns_of_starts)
+        _, more = prefix_of_block(types.int32(1 if known[thread] > 0 else 0), parts)
+        shared = types.int32(shared + more)
+        _, more = prefix_of_block(types.int32(known_codes[thread] & 0x7F), parts)
+        items_there = types.int32(items_there + more)
+        # others come before it if they have more, or as many and a lower number
+        c = own
+        end = min(threads, types.int32(blocks - start))
+        ahead = types.int32(b - start)
+        while c < end:
+            earlier = types.int32(1 if c < ahead else 0)
+            other_code = known_codes[c]
+            if known[c] + earlier > count:
+                place = types.int32(place + 1)
+            if types.int32(other_code >> 7) + earlier > cost:
+                item = types.int32(item + (other_code & 0x7F))
+            c = types.int32(c + 8)
+        cuda.syncthreads()
         start = types.int32(start + threads)
-    cuda.syncthreads()  # the order is there
-
-    listed = types.int32(1)
-    start = types.int32(0)
-    while start < shared:
-        block = types.int64(0)
-        count = types.int32(0)
-        if start + thread < shared:
-            code = load(order, 1 + start + thread)
-            block, count = code >> 32, types.int32(code & 0xFFFFFFFF)
-        n = parts_of(count)
-        before, in_all = prefix_of_block(n, parts)
-        size = size_of_parts(count)
-        for t in range(n):
-            low = types.int64(t * size)
-            here = min(types.int64(size), count - low)
-            is_last = types.int64(1 if t == n - 1 else 0)
-            code = block << 32 | is_last << 31 | low << 16 | types.int64(t) << 9 | here
-            store(items, listed + before + t, code)
-        listed = types.int32(listed + in_all)
-        start = types.int32(start + threads)
-    if thread == 0:
-        store(items, 0, listed - 1)
+    for step in range(3):
+        place = types.int32(place + cuda.shfl_xor_sync(FULL_WARP, place, 4 >> step))
+        item = types.int32(item + cuda.shfl_xor_sync(FULL_WARP, item, 4 >> step))
+    if own == 0 and count > 0:
+        store(order, 1 + place, types.int64(b) << 32 | types.int64(count))
+    n, size = types.int32(code & 0x7F), size_of_parts(count)
+    for t in range(own, n, 8):
+        low = types.int64(t * size)
+        here = min(types.int64(size), count - low)
+        is_last = types.int64(1 if t == n - 1 else 0)
+        word = types.int64(b) << 32 | is_last << 31 | low << 16 | types.int64(t) << 9 | here
+        store(items, 1 + item + t, word)
+    if cuda.blockIdx.x == 0 and thread == 0:
+        store(items, 0, items_there)
         store(order, 0, shared)
+
+
+@kernel(threads=THREADS)
+def finish_lists(
+    counts, starts, items, order, blocks, columns_of_starts, overflows, tail_rows, tail_count, words
+):  # fmt: skip
+    """Put blocks and parts in order; the last block of threads lists the rows of the tail."""
+    if cuda.blockIdx.x + 1 < cuda.gridDim.x:
+        order_blocks(counts, starts, items, order, blocks, columns_of_starts)
+    else:
+        list_marked_rows(overflows, tail_rows, tail_count, words)

@@ -12,12 +12,13 @@ In bfloat16, sums in float32. Most of dots is thrown away, and most of what is m
 it. In text U has 0.12 to 0.26 times as many neurons as the block has entries. Where tokens have
 little in common, :mod:`strip_rows` is faster.
 
-Blocks of threads stay on their multiprocessors and take one item after the other: 128 tokens by up
-to 256 neurons of U, or by 256 columns of y. As in :mod:`hopper_gate` one warpgroup brings operands,
-into 4 stages of shared memory, and two multiply 64 tokens each. Neither tokens nor rows of weights
-lie side by side: threads copy them by 16 bytes.
+Blocks of threads stay on their multiprocessors and take one item after the other, those that take
+longest first and every other round in reverse: 128 tokens by up to 256 neurons of U, or by 256
+columns of y. As in :mod:`hopper_gate` one warpgroup brings operands, into 4 stages of shared
+memory, and two multiply 64 tokens each. Neither tokens nor rows of weights lie side by side:
+threads copy them by 16 bytes.
 
-    dots    parts of U that are about alike, multiplied as 128, 192 or 256 neurons. A row's four
+    dots    parts of U that are about alike, multiplied as 64, 96, ... or 256 neurons. A row's four
             lanes of a warp take its entries in turn, read ahead from a list; u comes to them
             through shared memory, and h goes to *panels* of 128 tokens by 64 neurons, cleared
             before.
@@ -43,7 +44,8 @@ text; a block's U has 1230 neurons of *trained 24* and 1992 of *trained 82*:
 | the same, nothing written | 0.145, 0.122 | 0.231, 0.203 |
 
 Backward 0.190 and 0.241, 0.335 and 0.372. With tokens in the order of groups, 788 and 1382 neurons:
-0.121 and 0.092, 0.194 and 0.142. README.md beside this file says what was tried since.
+0.121 and 0.092, 0.194 and 0.142. README.md beside this file has what was tried since, and what is
+kept: 0.107 and 0.087 for 746 neurons.
 """
 
 import functools
@@ -63,8 +65,6 @@ from twell_numba.device.gpu.hopper import (
     arrive,
     arrive_and_expect,
     arrive_when_copied,
-    begin_middle_product,
-    begin_narrow_product,
     begin_product,
     begin_product_by_rows,
     copy_box,
@@ -99,7 +99,6 @@ from twell_numba.kernels.device_checks import rows_are_aligned
 from twell_numba.kernels.twell import entry_transpose, hot_neurons
 from twell_numba.kernels.twell.cuda_activations import DeviceActivations
 from twell_numba.kernels.twell.cuda_language import sign
-from twell_numba.kernels.twell.cuda_pack import list_tail_rows
 from twell_numba.kernels.twell.entry_gradients import add_weight_gradients
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
 from twell_numba.kernels.twell.learned_groups import learn_pattern
@@ -205,54 +204,46 @@ def end_product(sums, stages, before, thread):
         arrive(int32(stages + int32(FREE) + int32(8) * before))
 
 
-@inlined
-def multiply(sums, steps, stages, consumer, thread, stage, parity):
-    """Multiply 64 tokens by 256 neurons."""
-    before = stage
-    for step in range(steps):
-        source = wait_for_operands(stages, stage, parity)
-        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-        begin_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
-        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
-    end_product(sums, stages, before, thread)
-    return stage, parity
+def _multiply(columns):
+    """Return the function that multiplies 64 tokens by so many neurons."""
+
+    @inlined
+    def multiply(sums, steps, stages, consumer, thread, stage, parity):
+        before = stage
+        for step in range(steps):
+            source = wait_for_operands(stages, stage, parity)
+            left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
+            right = operand(int32(source + int32(LEFT_BYTES)))
+            begin_product(sums, left, right, step, columns)
+            stage, parity, before = go_on(stages, stage, parity, before, step, thread)
+        end_product(sums, stages, before, thread)
+        return stage, parity
+
+    return multiply
 
 
-@inlined
-def multiply_middle(sums, steps, stages, consumer, thread, stage, parity):
-    """Multiply 64 tokens by 192 neurons."""
-    before = stage
-    for step in range(steps):
-        source = wait_for_operands(stages, stage, parity)
-        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-        begin_middle_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
-        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
-    end_product(sums, stages, before, thread)
-    return stage, parity
-
-
-@inlined
-def multiply_narrow(sums, steps, stages, consumer, thread, stage, parity):
-    """Multiply 64 tokens by 128 neurons."""
-    before = stage
-    for step in range(steps):
-        source = wait_for_operands(stages, stage, parity)
-        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-        begin_narrow_product(sums, left, operand(int32(source + int32(LEFT_BYTES))), step)
-        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
-    end_product(sums, stages, before, thread)
-    return stage, parity
+multiply_64, multiply_96, multiply_128, multiply_160, multiply_192, multiply_224, multiply_256 = (
+    _multiply(columns) for columns in range(64, NEURONS + 1, 32)
+)
 
 
 @inlined
 def multiply_part(sums, n, steps, stages, consumer, thread, stage, parity):
-    """Multiply 64 tokens by a part of their neurons."""
-    if n > 3 * NEURONS // 4:
-        stage, parity = multiply(sums, steps, stages, consumer, thread, stage, parity)
-    elif n > NEURONS // 2:
-        stage, parity = multiply_middle(sums, steps, stages, consumer, thread, stage, parity)
+    """Multiply 64 tokens by a part of their neurons, and by rows of no meaning up to a size."""
+    if n > 224:
+        stage, parity = multiply_256(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > 192:
+        stage, parity = multiply_224(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > 160:
+        stage, parity = multiply_192(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > 128:
+        stage, parity = multiply_160(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > 96:
+        stage, parity = multiply_128(sums, steps, stages, consumer, thread, stage, parity)
+    elif n > 64:
+        stage, parity = multiply_96(sums, steps, stages, consumer, thread, stage, parity)
     else:
-        stage, parity = multiply_narrow(sums, steps, stages, consumer, thread, stage, parity)
+        stage, parity = multiply_64(sums, steps, stages, consumer, thread, stage, parity)
     return stage, parity
 
 
@@ -264,10 +255,17 @@ def multiply_by_rows(sums, steps, stages, consumer, thread, stage, parity):
         source = wait_for_operands(stages, stage, parity)
         left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
         right = operand_by_rows(int32(source + int32(LEFT_BYTES)))
-        begin_product_by_rows(sums, left, right, step)
+        begin_product_by_rows(sums, left, right, step, COLUMNS)
         stage, parity, before = go_on(stages, stage, parity, before, step, thread)
     end_product(sums, stages, before, thread)
     return stage, parity
+
+
+@inlined
+def item_of(turn):
+    """Return the item that a block of threads takes as its next; every other round in reverse."""
+    grid, own = types.int64(cuda.gridDim.x), types.int64(cuda.blockIdx.x)
+    return turn * grid + (own if turn % 2 == 0 else grid - 1 - own)
 
 
 @inlined
@@ -313,11 +311,13 @@ def bring_rows_and_tokens(stages, x, tokens, weight, neurons, items, rows, width
     parity = int32(1)
     steps = int32((width + INNER - 1) // INNER)
     total = load(items, 0)
-    item = types.int64(cuda.blockIdx.x)
+    turn = types.int64(0)
+    item = item_of(turn)
     code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
     while item < total:
         block, low, n = code >> 32, code >> 16 & 0x7FFF, int32(code & 0x1FF)
-        item += types.int64(cuda.gridDim.x)
+        turn += 1
+        item = item_of(turn)
         code = load(items, 1 + min(item, total - 1))  # in time for the next
         for i in range(OWN_TOKENS):
             # the last one's row also instead of those past it
@@ -391,21 +391,33 @@ def find_entries(starts, block, token, part, parts):
 def load_entries(codes, entries, entry, end):
     """Read a lane's next entries."""
     for i in range(BATCH):
+        codes[i] = 0  # so that what was there before takes no registers
         if entry + 4 * i < end:
             codes[i] = load(entries, entry + 4 * i)
 
 
 @inlined
-def finish_hidden(codes, lines, token, row, part, ahead, entries, layout, results):
+def load_flags(flags, fired, codes, entry, end):
+    """Read whether the neurons of a lane's next entries fired already."""
+    for i in range(BATCH):
+        flags[i] = 0
+        if entry + 4 * i < end:
+            flags[i] = types.int32(load(fired, int32(int32(codes[i] >> 32) & 0xFFFF)))
+
+
+@inlined
+def finish_hidden(codes, flags, lines, token, row, part, ahead, entries, layout, results):
     """Compute u and h of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
     block, low, row_slots, room, rows, parts = layout
     up_values, hidden, fired, row_counts, row_sums = results
     first_slot, first_place = row * row_slots, block * room * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
+    later = cuda.local.array(BATCH, types.int64)
     nonzeros = int32(0)
     absolute_sum = types.float32(0)
     while entry < end:
+        load_entries(later, entries, int32(entry + 4 * BATCH), end)
         for i in range(BATCH):
             if entry + 4 * i < end:
                 code, high = int32(codes[i]), int32(codes[i] >> 32)
@@ -418,11 +430,12 @@ def finish_hidden(codes, lines, token, row, part, ahead, entries, layout, result
                 absolute_sum += abs(value)
                 if value != 0:
                     nonzeros = int32(nonzeros + 1)
-                    neuron = int32(high & 0xFFFF)
-                    if load(fired, neuron) == 0:
-                        store(fired, neuron, 1)
+                    if flags[i] == 0:
+                        store(fired, int32(high & 0xFFFF), 1)
         entry = int32(entry + 4 * BATCH)
-        load_entries(codes, entries, entry, end)
+        for i in range(BATCH):
+            codes[i] = later[i]
+        load_flags(flags, fired, codes, entry, end)
     absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 1)
     absolute_sum += cuda.shfl_xor_sync(FULL_WARP, absolute_sum, 2)
     nonzeros = int32(nonzeros + cuda.shfl_xor_sync(FULL_WARP, nonzeros, 1))
@@ -433,23 +446,30 @@ def finish_hidden(codes, lines, token, row, part, ahead, entries, layout, result
 
 
 @inlined
-def finish_d_hidden(codes, lines, token, row, ahead, arrays, layout, results):
+def load_uses(ups, places, codes, entry, end, first_slot, arrays):
+    """Read u of a lane's next entries, and where they are listed by neuron."""
+    _, up_values, entry_places, _ = arrays
+    for i in range(BATCH):
+        ups[i] = 0
+        places[i] = 0
+        if entry + 4 * i < end:
+            slot = int32(first_slot + int32(int32(codes[i]) & 0xFFFF))
+            ups[i] = load(up_values, slot)
+            places[i] = load(entry_places, slot)
+
+
+@inlined
+def finish_d_hidden(codes, ups, places, lines, token, slot, ahead, arrays, layout, results):
     """Compute dh, dg and du of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
-    entries, up_values, entry_places, l1 = arrays
-    block, low, row_slots, room, rows, parts = layout
+    entries, _, _, l1 = arrays
+    block, low, room = layout
     d_pattern, d_up, list_hidden, list_pattern, list_up = results
-    first_slot = row * row_slots
     first_place = block * room * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
-    ups = cuda.local.array(BATCH, types.float32)
-    places = cuda.local.array(BATCH, types.int32)
+    later = cuda.local.array(BATCH, types.int64)
     while entry < end:
-        for i in range(BATCH):
-            if entry + 4 * i < end:
-                slot = first_slot + int32(int32(codes[i]) & 0xFFFF)
-                ups[i] = load(up_values, slot)
-                places[i] = load(entry_places, slot)
+        load_entries(later, entries, int32(entry + 4 * BATCH), end)
         for i in range(BATCH):
             if entry + 4 * i < end:
                 position = int32(int32(codes[i]) >> 16 & 0xFF)
@@ -464,7 +484,9 @@ def finish_d_hidden(codes, lines, token, row, ahead, arrays, layout, results):
                 store(list_pattern, places[i], d_hidden * ups[i])
                 store(list_up, places[i], d_hidden * value)
         entry = int32(entry + 4 * BATCH)
-        load_entries(codes, entries, entry, end)
+        for i in range(BATCH):
+            codes[i] = later[i]
+        load_uses(ups, places, codes, entry, end, slot, arrays)
 
 
 @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
@@ -487,16 +509,20 @@ def multiply_tokens(
         sums = cuda.local.array(SUMS, types.float32)
         upper_codes = cuda.local.array(BATCH, types.int64)
         lower_codes = cuda.local.array(BATCH, types.int64)
+        upper_flags = cuda.local.array(BATCH, types.int32)
+        lower_flags = cuda.local.array(BATCH, types.int32)
         steps = int32((width + INNER - 1) // INNER)
         stage = int32(0)
         parity = int32(0)
         total = load(items, 0)
-        item = types.int64(cuda.blockIdx.x)
+        turn = types.int64(0)
+        item = item_of(turn)
         code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
         while item < total:
             block, low, n = code >> 32, int32(code >> 16 & 0x7FFF), int32(code & 0x1FF)
             part, is_last = int32(code >> 9 & 0x7F), int32(code >> 31 & 1)
-            item += types.int64(cuda.gridDim.x)
+            turn += 1
+            item = item_of(turn)
             code = load(items, 1 + min(item, total - 1))
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
             upper = find_entries(starts, block, token, part, parts)
@@ -508,14 +534,18 @@ def multiply_tokens(
             stage, parity = multiply_part(sums, n, steps, stages, consumer, thread, stage, parity)
             layout = (block, low, row_slots, room, rows, parts)
             results = (up_values, hidden, fired, row_counts, row_sums)
+            load_flags(upper_flags, fired, upper_codes, upper[0], upper[1])
             share(sums, 0, lines)
+            load_flags(lower_flags, fired, lower_codes, lower[0], lower[1])
             finish_hidden(
-                upper_codes, lines, token, rows_of[0], part, upper, entries, layout, results
-            )
+                upper_codes, upper_flags, lines, token, rows_of[0], part, upper, entries, layout,
+                results,
+            )  # fmt: skip
             share(sums, 1, lines)
             finish_hidden(
-                lower_codes, lines, token + 8, rows_of[1], part, lower, entries, layout, results
-            )
+                lower_codes, lower_flags, lines, token + 8, rows_of[1], part, lower, entries,
+                layout, results,
+            )  # fmt: skip
     wait_for_cluster()  # copies may still be under way
 
 
@@ -539,36 +569,49 @@ def multiply_tokens_backward(
         sums = cuda.local.array(SUMS, types.float32)
         upper_codes = cuda.local.array(BATCH, types.int64)
         lower_codes = cuda.local.array(BATCH, types.int64)
+        upper_ups = cuda.local.array(BATCH, types.float32)
+        lower_ups = cuda.local.array(BATCH, types.float32)
+        upper_places = cuda.local.array(BATCH, types.int32)
+        lower_places = cuda.local.array(BATCH, types.int32)
         steps = int32((width + INNER - 1) // INNER)
         stage = int32(0)
         parity = int32(0)
         l1 = load(l1_scale, 0)
         total = load(items, 0)
-        item = types.int64(cuda.blockIdx.x)
+        turn = types.int64(0)
+        item = item_of(turn)
         code = load(items, 1 + min(item, total - 1)) if total > 0 else types.int64(0)
         while item < total:
             block, low, n = code >> 32, int32(code >> 16 & 0x7FFF), int32(code & 0x1FF)
             part, is_last = int32(code >> 9 & 0x7F), int32(code >> 31 & 1)
-            item += types.int64(cuda.gridDim.x)
+            turn += 1
+            item = item_of(turn)
             code = load(items, 1 + min(item, total - 1))
             parts, token = room // NEURONS, 16 * warp + thread % 32 // 4
             upper = find_entries(starts, block, token, part, parts)
             lower = find_entries(starts, block, token + 8, part, parts)
-            rows_of = row_of(tokens, block, token, rows), row_of(tokens, block, token + 8, rows)
+            upper_slot = int32(row_of(tokens, block, token, rows) * row_slots)
+            lower_slot = int32(row_of(tokens, block, token + 8, rows) * row_slots)
             load_entries(upper_codes, entries, upper[0], upper[1])
             load_entries(lower_codes, entries, lower[0], lower[1])
             clear_rows(d_pattern, block, low, n, is_last, room, 16 * warp)
             clear_rows(d_up, block, low, n, is_last, room, 16 * warp)
             stage, parity = multiply_part(sums, n, steps, stages, consumer, thread, stage, parity)
             arrays = (entries, up_values, entry_places, l1)
-            layout = (block, low, row_slots, room, rows, parts)
+            layout = (block, low, room)
             results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
             share(sums, 0, lines)
-            finish_d_hidden(upper_codes, lines, token, rows_of[0], upper, arrays, layout, results)
+            load_uses(upper_ups, upper_places, upper_codes, upper[0], upper[1], upper_slot, arrays)
+            load_uses(lower_ups, lower_places, lower_codes, lower[0], lower[1], lower_slot, arrays)
+            finish_d_hidden(
+                upper_codes, upper_ups, upper_places, lines, token, upper_slot, upper, arrays,
+                layout, results,
+            )  # fmt: skip
             share(sums, 1, lines)
             finish_d_hidden(
-                lower_codes, lines, token + 8, rows_of[1], lower, arrays, layout, results
-            )
+                lower_codes, lower_ups, lower_places, lines, token + 8, lower_slot, lower, arrays,
+                layout, results,
+            )  # fmt: skip
     wait_for_cluster()  # copies may still be under way
 
 
@@ -591,13 +634,6 @@ def add_statistics_of_parts(
 
 
 # ---- Sums
-
-
-@inlined
-def item_of(turn):
-    """Return the item that a block of threads takes as its next; every other round in reverse."""
-    grid, own = types.int64(cuda.gridDim.x), types.int64(cuda.blockIdx.x)
-    return turn * grid + (own if turn % 2 == 0 else grid - 1 - own)
 
 
 @inlined
@@ -656,12 +692,12 @@ def bring_rows_and_entries(
 
 
 @inlined
-def write_rows(y, tokens, lines, first, column, rows, width):
+def write_rows(y, own_tokens, lines, half, first, column, rows, width):
     """Write eight lines to rows of y; a warp does."""
     lane = types.int64(cuda.threadIdx.x % 32)
     for line in range(8):
-        if first + line < rows and column + lane * 8 < width:
-            row = types.int64(load(tokens, first + line))
+        if first + 8 * half + line < rows and column + lane * 8 < width:
+            row = types.int64(own_tokens[8 * half + line])
             words = load_four_shared_words(int32(line_address(lines, line) ^ int32(16 * lane)))
             store_four_words(y, row * width + column + lane * 8, words)
 
@@ -713,6 +749,7 @@ def sum_neurons(two: bool) -> Kernel:
             warp = types.int64((thread - PRODUCERS) // 32)
             lines = int32(stages + LINES + warp * (8 * LINE_BYTES))
             sums = cuda.local.array(SUMS, types.float32)
+            own_tokens = cuda.local.array(16, types.int32)
             stage = int32(0)
             parity = int32(0)
             while item < total:
@@ -721,14 +758,16 @@ def sum_neurons(two: bool) -> Kernel:
                 item = item_of(turn)
                 code = load(order, 1 + min(item, total - 1) // strips)
                 steps = int32((n + PANEL - 1) // PANEL * (2 if two else 1))
+                first = block * TOKENS + 16 * warp
+                for i in range(16):
+                    own_tokens[i] = load(tokens, min(first + i, rows - 1))  # in time for the end
                 stage, parity = multiply_by_rows(
                     sums, steps, stages, consumer, thread, stage, parity
                 )
-                first = block * TOKENS + 16 * warp
                 share(sums, 0, lines)
-                write_rows(y, tokens, lines, first, column, rows, width)
+                write_rows(y, own_tokens, lines, 0, first, column, rows, width)
                 share(sums, 1, lines)
-                write_rows(y, tokens, lines, first + 8, column, rows, width)
+                write_rows(y, own_tokens, lines, 1, first, column, rows, width)
         wait_for_cluster()  # copies may still be under way
 
     return sum_neurons
@@ -833,7 +872,6 @@ def forward_entries(
     :func:`fits`, and with the order of tokens.
     """
     shared = _list(packed)
-    list_tail_rows(packed)
     forward_shared(x, up_weight, down_weight, packed, shared, y)
 
 
