@@ -2,8 +2,12 @@
 
 import ipaddress
 import logging
+import signal
 import socket
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -74,7 +78,7 @@ def serve(
     api_key: str | None,
     on_ready: Callable[[], None],
 ) -> None:
-    """Answer requests until SIGINT or SIGTERM, then end what runs and return.
+    """Answer requests until SIGINT, SIGTERM or SIGHUP, then end what runs and return.
 
     Parameters
     ----------
@@ -155,6 +159,24 @@ class _Server(uvicorn.Server):
             server.close()
         self._worker.close()
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGHUP, which a terminal sends that is closed, like those that uvicorn takes.
+
+        Not where it is ignored, as under ``nohup``.
+        """
+        with super().capture_signals():
+            is_main = threading.current_thread() is threading.main_thread()
+            takes_it = sys.platform != "win32" and is_main
+            if not takes_it or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+                yield
+                return
+            previous = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, previous)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End, at a second signal at once. None is raised again: this end was asked for."""

@@ -112,8 +112,8 @@ def serve(
     """Answer other programs with the model in RUN, as OpenAI's API does.
 
     RUN is a run folder, a checkpoint, a Hugging Face model's folder or a GGUF file. Endpoints:
-    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. SIGINT (Ctrl-C) or
-    SIGTERM ends the server.
+    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. SIGINT (Ctrl-C),
+    SIGTERM or SIGHUP ends the server.
 
     \b
     Example:

@@ -41,7 +41,7 @@ def test_a_port_taken_between_binding_and_listening_is_refused() -> None:
                 run._listen(second, "127.0.0.1", 10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_running_streams_and_the_server(start: Any, number: int) -> None:
     server = start("--cache-tokens", 40_000)
     connections = []
@@ -83,3 +83,14 @@ def test_the_same_port_serves_again_at_once(start: Any) -> None:
     assert second.address == first.address
     assert second.request("/health").status == 200
     assert second.stop(signal.SIGINT) == 0
+
+
+def test_a_hang_up_is_ignored_where_it_was_before(start: Any) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit, as of nohup
+    try:
+        server = start()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.request("/health").status == 200
+    assert server.stop() == 0
