@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from twell_numba.errors import UsageError
+from twell_numba.layers.ffn import FeedForward
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.cache import KVCache
 from twell_numba.models.config import ModelConfig
@@ -241,3 +242,18 @@ def test_what_is_recomputed_takes_the_path_it_took_before() -> None:
         gradients.append([p.grad.copy() for p in model.parameters().values()] + [np.array(states)])
     for kept, recomputed in zip(*gradients, strict=True):
         np.testing.assert_array_equal(kept, recomputed)
+
+
+def test_what_is_recomputed_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, measured = model_of(CONFIG, np.float32, "auto"), []
+    measure = FeedForward._measure
+
+    def measure_and_note(ffn: FeedForward, tokens: int) -> None:
+        measured.append(ffn)
+        measure(ffn, tokens)
+
+    monkeypatch.setattr(FeedForward, "_measure", measure_and_note)
+    for calls in (1, 2):
+        logits, backprop = model(tokens_of(), 0.01, recompute=True)
+        backprop(np.ones_like(logits))
+        assert measured == calls * list(model.ffn_layers)

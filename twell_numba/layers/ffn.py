@@ -15,7 +15,8 @@ ReLU leaves them, and has ``twell`` too on the CPU (see :data:`PATHS_OF_ACTIVATI
 
 import importlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -228,6 +229,7 @@ class FeedForward:
         self._require_format(self.weight_format)
         self.path = path
         self._last: _LastCall | None = None
+        self._is_measured = True
         self._statistics: ActivationStatistics | None = None
         self._recorded: RecordedStatistics | None = None
         self.auto_state = AutoState()
@@ -434,7 +436,7 @@ class FeedForward:
         sharing = {"learned": self.auto_state.learned} if may_share else {}
         y, activations = forward(x, *weights, **options, **sharing)
         self._last = _LastCall(path, activations)
-        if not _is_recorded(x):
+        if self._is_measured and not _is_recorded(x):
             if is_on_gpu(x) and len(x) >= FEWEST_SHARING:
                 self._measure_sharing(activations if may_share else None, x)
             if self._chooses(is_on_gpu(x)):
@@ -445,6 +447,19 @@ class FeedForward:
             return backward(dy, x, *weights, activations, l1_scale, *gradients, **options)
 
         return y, backprop
+
+    @contextmanager
+    def computing_again(self, auto_state: AutoState) -> Iterator[None]:
+        """In its ``with`` block, take the paths that calls took with this state.
+
+        They measure nothing, and leave state and statistics as they are.
+        """
+        newer, self.auto_state = self.auto_state, auto_state
+        self._is_measured = False
+        try:
+            yield
+        finally:
+            self.auto_state, self._last, self._is_measured = newer, None, True
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here, in the order the kernels take them."""

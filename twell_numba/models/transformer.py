@@ -374,11 +374,8 @@ def _recomputing(
     """
 
     def backprop(dy: Array) -> Array:
-        newer = block.ffn.auto_state
-        block.ffn.auto_state = auto_state
-        _, _, backprop_block = call()
-        block.ffn.count_activations()
-        block.ffn.auto_state = newer
+        with block.ffn.computing_again(auto_state):
+            _, _, backprop_block = call()
         return backprop_block(dy)
 
     return backprop
