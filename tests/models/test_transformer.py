@@ -257,3 +257,12 @@ def test_what_is_recomputed_is_not_measured_again(monkeypatch: pytest.MonkeyPatc
         logits, backprop = model(tokens_of(), 0.01, recompute=True)
         backprop(np.ones_like(logits))
         assert measured == calls * list(model.ffn_layers)
+
+
+def test_statistics_are_those_of_the_last_call_where_an_earlier_one_is_recomputed() -> None:
+    model = model_of(CONFIG, np.float32, "auto")
+    tokens = tokens_of()
+    logits, backprop = model(tokens, 0.01, recompute=True)
+    model(tokens[:1])
+    backprop(np.ones_like(logits))
+    assert {ffn.statistics.tokens for ffn in model.ffn_layers} == {tokens[:1].size}

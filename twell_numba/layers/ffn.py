@@ -454,12 +454,12 @@ class FeedForward:
 
         They measure nothing, and leave state and statistics as they are.
         """
-        newer, self.auto_state = self.auto_state, auto_state
+        newer, last, self.auto_state = self.auto_state, self._last, auto_state
         self._is_measured = False
         try:
             yield
         finally:
-            self.auto_state, self._last, self._is_measured = newer, None, True
+            self.auto_state, self._last, self._is_measured = newer, last, True
 
     def parameters(self) -> list[Parameter]:
         """Return the parameters trained here, in the order the kernels take them."""

@@ -92,5 +92,7 @@ def test_a_hang_up_is_ignored_where_it_was_before(start: Any) -> None:
     finally:
         signal.signal(signal.SIGHUP, previous)
     server.process.send_signal(signal.SIGHUP)
+    time.sleep(1)  # a server that ends has ended by then
+    assert server.process.poll() is None
     assert server.request("/health").status == 200
     assert server.stop() == 0

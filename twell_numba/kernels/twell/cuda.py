@@ -168,7 +168,7 @@ def gated_ffn_forward(
     if learned is not None and shared_neurons.fits(x, up_weight, down_weight, activations):
         activations.token_order = order_tokens(activations, learned)
         activations.hot = learned.hot
-    elif learned is not None:
+    elif learned is not None and activations.tail_source is not None:
         _mark_tail(activations)
         list_tail_rows(activations)
     return forward_packed(x, up_weight, down_weight, activations), activations
@@ -360,9 +360,10 @@ def pack_product(
 ) -> DeviceActivations:
     """Pack relu(x W^T), for the first of a layer's weights, which decides which neurons fire.
 
-    Where the product is not in memory and ``lists_tail`` is false, rows of the tail are still to be
-    marked and listed.
+    Where the product is not in memory and ``lists_tail`` is false (with a gate alone), rows of the
+    tail are still to be marked and listed: ``tail_source`` is not None there.
     """
+    assert gated or lists_tail, "without a gate what fires is counted, of all rows"
     weight = weights[0]
     packing = _fused_packing(x, weights, tile)
     if packing is None:

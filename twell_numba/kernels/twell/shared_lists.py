@@ -92,8 +92,8 @@ class SharedNeurons:
         Entries of shared blocks, row after row, with ascending neurons:
         ``value << 48 | neuron << 32 | position in its part << 16 | place in the row``.
     starts : DeviceArray of int32, shape (128 blocks, parts + 1)
-        Where, in its block's list, the entries of each row and part begin; parts that the block
-        does not have are not written, but for the first of them.
+        Where, in its block's list, the entries of each row and part begin, and those of its last
+        part end; nothing for further parts, and for blocks that do not share.
     items : DeviceArray of int64, shape (1 + blocks * parts,)
         How many parts there are, each of up to 256 neurons of a block, about as many in all parts
         of it; then for each, those that take longest first and those of a block side by side,
@@ -424,7 +424,7 @@ def list_union(
 
 @device_function
 def code_of_cost(counts, starts, block, columns_of_starts):
-    """Return how long a part of a block takes and, in the low 7 bits, how many parts it has."""
+    """Return how long a part of a block takes and, in the low 8 bits, how many parts it has."""
     count = load(counts, block)
     n = parts_of(count)
     if n == 0:
@@ -432,7 +432,7 @@ def code_of_cost(counts, starts, block, columns_of_starts):
     last_row = types.int64(block) * TOKENS + (TOKENS - 1)
     entries = types.int32(load(starts, last_row * columns_of_starts + n))
     cost = types.int32(size_of_parts(count) + types.int32(entries // n) // ENTRIES_OF_COST)
-    return types.int32(cost << 7 | n)
+    return types.int32(cost << 8 | n)
 
 
 @device_function
@@ -451,7 +451,7 @@ def order_blocks(counts, starts, items, order, blocks, columns_of_starts):
     if b < blocks:
         count = load(counts, b)
         code = code_of_cost(counts, starts, b, columns_of_starts)
-    cost = types.int32(code >> 7)
+    cost = types.int32(code >> 8)
     place = types.int32(0)
     item = types.int32(0)
     shared = types.int32(0)
@@ -466,7 +466,7 @@ def order_blocks(counts, starts, items, order, blocks, columns_of_starts):
             known_codes[thread] = code_of_cost(counts, starts, other, columns_of_starts)
         _, more = prefix_of_block(types.int32(1 if known[thread] > 0 else 0), parts)
         shared = types.int32(shared + more)
-        _, more = prefix_of_block(types.int32(known_codes[thread] & 0x7F), parts)
+        _, more = prefix_of_block(types.int32(known_codes[thread] & 0xFF), parts)
         items_there = types.int32(items_there + more)
         # others come before it if they have more, or as many and a lower number
         c = own
@@ -477,8 +477,8 @@ def order_blocks(counts, starts, items, order, blocks, columns_of_starts):
             other_code = known_codes[c]
             if known[c] + earlier > count:
                 place = types.int32(place + 1)
-            if types.int32(other_code >> 7) + earlier > cost:
-                item = types.int32(item + (other_code & 0x7F))
+            if types.int32(other_code >> 8) + earlier > cost:
+                item = types.int32(item + (other_code & 0xFF))
             c = types.int32(c + 8)
         cuda.syncthreads()
         start = types.int32(start + threads)
@@ -487,7 +487,7 @@ def order_blocks(counts, starts, items, order, blocks, columns_of_starts):
         item = types.int32(item + cuda.shfl_xor_sync(FULL_WARP, item, 4 >> step))
     if own == 0 and count > 0:
         store(order, 1 + place, types.int64(b) << 32 | types.int64(count))
-    n, size = types.int32(code & 0x7F), size_of_parts(count)
+    n, size = types.int32(code & 0xFF), size_of_parts(count)
     for t in range(own, n, 8):
         low = types.int64(t * size)
         here = min(types.int64(size), count - low)
