@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from twell_numba.errors import TwellError
+from twell_numba.errors import TwellError, shown
 from twell_numba.formats.tensor_file import read_tensors, write_tensors
 from twell_numba.models.checkpoint import (
     CONFIG_NAME,
@@ -89,7 +89,10 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     if state.get("version") == _DENSE_VERSION:
         state["weight_l1_strength"] = None
     elif state.get("version") != _VERSION:
-        raise TwellError(f"{path} is not a training state of version {_VERSION}; start a new run")
+        raise TwellError(
+            f"{path} is of version {shown(state.get('version'))}, {_VERSION} wanted; "
+            f"{_way_out(folder)}"
+        )
     for key in ("step", "settings", "corpus", "clocks", "files"):
         if key not in state:
             raise _damaged(folder, f"it has no {key!r}")
@@ -217,9 +220,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TwellError(
-            f"cannot read {path}: {error.strerror or error}; a checkpoint of 'twell train' wanted"
-        ) from error
+        way_out = "a checkpoint of 'twell train' wanted"
+        if _earlier_step(path.parent) is not None:
+            way_out = _way_out(path.parent)
+        raise TwellError(f"cannot read {path}: {error.strerror or error}; {way_out}") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path.parent, f"not JSON: {error}") from error
     if not isinstance(state, dict):

@@ -16,7 +16,7 @@ from typing import Any
 
 from twell_numba.errors import TwellError, UsageError, shown
 from twell_numba.models.config import ACTIVATIONS, ModelConfig
-from twell_numba.train.presets import PRESETS
+from twell_numba.train.presets import PRESETS, SPARSIFY
 
 DEFAULT_PRESET = "tiny"
 FFN_PATHS = ("auto", "dense", "twell")
@@ -203,7 +203,7 @@ class TrainConfig:
             One line naming the setting, the value given and the value wanted.
         """
         if self.preset not in PRESETS:
-            raise UsageError(_unknown("preset", self.preset, PRESETS))
+            raise UsageError(_unknown_preset(self.preset))
         for name in _FIELDS:
             _require_type(name, getattr(self, name))
         for name in (
@@ -431,7 +431,7 @@ def resolve(
         given["preset"] = preset
     name = given.setdefault("preset", DEFAULT_PRESET)
     if name not in PRESETS:
-        raise UsageError(_unknown("preset", str(name), PRESETS))
+        raise UsageError(_unknown_preset(str(name)))
     settings = PRESETS[name] | given
     if isinstance(settings["steps"], int):
         for key in (*_SCALED_WITH_STEPS, *_SCALED_TO_AT_LEAST_1):
@@ -608,6 +608,11 @@ def _unquoted(written: str) -> str:
 def _require_known(key: str) -> None:
     if key not in _FIELDS:
         raise UsageError(_unknown("setting", key, _FIELDS))
+
+
+def _unknown_preset(given: str) -> str:
+    trained = {name: preset for name, preset in PRESETS.items() if name != SPARSIFY}
+    return _unknown("preset", given, trained)
 
 
 def _unknown(kind: str, given: str, known: Mapping[str, Any]) -> str:

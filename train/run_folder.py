@@ -361,6 +361,33 @@ def next_run_path(preset: str, parent: str | os.PathLike[str] = "runs") -> Path:
 
 
 @contextmanager
+def reserved_run_path(preset: str, parent: str | os.PathLike[str] = "runs") -> Iterator[Path]:
+    """Make the folder of :func:`next_run_path`, for this process alone.
+
+    It is taken away at the end of the ``with`` block if nothing is in it.
+
+    Raises
+    ------
+    TwellError
+        If the file system refuses.
+    """
+    path = next_run_path(preset, parent)
+    missing = _missing_folders(path)
+    with _named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:  # another process was faster
+                path = next_run_path(preset, parent)
+    try:
+        yield path
+    finally:
+        _remove_empty_folders([path, *missing[1:]])
+
+
+@contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
     try:
         yield

@@ -110,6 +110,7 @@ def test_the_report_as_a_table(source: Path, text: Path, tmp_path: Path) -> None
     ]  # fmt: skip
     share = json.loads(invoke("inspect", tmp_path / "new", "--json").stdout)["config"]["d_ffn"] / 64
     assert f"which is {share:.2%}" in lines[3]
+    assert "as many in all layers:" in lines[4]
     assert "neurons that fire" in result.stdout
     result = invoke("convert", source, tmp_path / "sparse", "--to", "csr", "--device", "cuda")
     assert "neurons" not in result.stdout

@@ -66,6 +66,14 @@ def test_bench_formats_times_every_product_of_every_format(small_bench: list[obj
     assert {round(row["density"], 1) for row in rows if row["path"] == "csr"} == {0.2, 0.9}
 
 
+@pytest.mark.parametrize("density", ["nan", "0", "1.5", "-1"])
+def test_bench_formats_refuses_what_is_no_density(small_bench: list[object], density: str) -> None:
+    result = invoke(*small_bench, "--density", density)
+    assert result.exit_code == 2
+    assert "'--density'" in result.stderr
+    assert density in result.stderr
+
+
 def test_bench_formats_prints_a_table(small_bench: list[object]) -> None:
     result = invoke(*small_bench, "--density", 0.2)
     assert result.exit_code == 0, result.output

@@ -283,6 +283,8 @@ def test_bpe_needs_more_ids_than_bytes():
 def test_unknown_preset_is_refused_with_a_suggestion():
     with pytest.raises(UsageError, match="no preset is called 'smal'; did you mean 'small'"):
         resolve("smal")
+    with pytest.raises(UsageError, match="known: tiny, .*paper-2b$"):
+        resolve("nope")
 
 
 @pytest.mark.parametrize(

@@ -510,6 +510,24 @@ def test_a_generator_state_that_does_not_fit_is_refused(run):
     assert "training_state.json is damaged" in refusal(run)
 
 
+@pytest.mark.parametrize("version", [1, 4, None, -1, "x", 10**30, ...])
+def test_a_state_of_another_version_is_refused(run, version):
+    path = RunFolder(run).checkpoint_path(1) / "training_state.json"
+    state = json.loads(path.read_text()) | {"version": version}
+    if version is ...:
+        del state["version"]
+    path.write_text(json.dumps(state))
+    shown = None if version is ... else version
+    assert f"{path} is of version {shown!r}, 3 wanted; put it back" in refusal(run)
+    assert "start a new run" in refusal(run)
+    shutil.copytree(path.parent, earlier := RunFolder(run).checkpoint_path(0))
+    assert f"or delete {path.parent} to resume from step 0" in refusal(run)
+    path.unlink()
+    assert f"or delete {path.parent} to resume from step 0" in refusal(run)
+    shutil.rmtree(earlier)
+    assert "a checkpoint of 'twell train' wanted" in refusal(run)
+
+
 def test_a_state_that_lacks_something_is_refused(run):
     path = RunFolder(run).checkpoint_path(1) / "training_state.json"
     state = json.loads(path.read_text())

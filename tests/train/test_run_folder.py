@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from twell_numba.errors import TwellError
-from twell_numba.train import run_lock
+from twell_numba.train import run_folder, run_lock
 from twell_numba.train.config import TrainConfig
-from twell_numba.train.run_folder import ADDED_SETTINGS, RunFolder, next_run_path
+from twell_numba.train.run_folder import (
+    ADDED_SETTINGS,
+    RunFolder,
+    next_run_path,
+    reserved_run_path,
+)
 
 
 @pytest.fixture
@@ -242,6 +247,34 @@ def test_run_paths_are_numbered(tmp_path):
     for name in ("tiny-1", "tiny-9", "tiny-10", "tiny-x", "small-30"):
         (parent / name).mkdir(parents=True)
     assert next_run_path("tiny", parent) == parent / "tiny-11"
+
+
+def test_a_reserved_run_path_is_of_one_process_alone(tmp_path, monkeypatch):
+    parent = tmp_path / "runs"
+    with reserved_run_path("tiny", parent) as first:
+        assert first == parent / "tiny-1"
+        assert not list(first.iterdir())
+        # as seen by a process that looked before this one made its folder
+        seen = iter([first, parent / "tiny-2"])
+        monkeypatch.setattr(run_folder, "next_run_path", lambda preset, parent: next(seen))
+        with reserved_run_path("tiny", parent) as second:
+            assert second == parent / "tiny-2"
+            RunFolder(second).create(TrainConfig())
+        assert second.is_dir()
+    assert not first.exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.undo()
+    with (
+        pytest.raises(TwellError, match="cannot use .*tiny-1"),
+        reserved_run_path("tiny", tmp_path / "file"),
+    ):
+        pass
+
+
+def test_a_reserved_run_path_that_is_not_used_leaves_nothing(tmp_path):
+    with reserved_run_path("tiny", tmp_path / "new" / "runs"):
+        pass
+    assert not (tmp_path / "new").exists()
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_files(run):

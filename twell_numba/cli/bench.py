@@ -53,10 +53,10 @@ MATRIX_SIZE = click.IntRange(1)
 
 
 class Density(click.FloatRange):
-    """A fraction between 0 and 1, neither included; NaN, which no comparison catches, refused."""
+    """A fraction above 0, below 1 or up to 1; NaN, which no comparison catches, refused."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 1, min_open=True, max_open=True)
+    def __init__(self, *, up_to_one: bool = False) -> None:
+        super().__init__(0, 1, min_open=True, max_open=not up_to_one)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -523,7 +523,7 @@ def _break_even_text(
 @click.option(
     "--density",
     "densities",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Density(up_to_one=True),
     multiple=True,
     default=(0.1, 0.01, 0.001),
     show_default=True,

@@ -132,9 +132,15 @@ def _print_report(report: dict[str, Any]) -> None:
         rows.append(
             (title, f"{bytes_text(before)} before, {bytes_text(after)} after, which is {share}")
         )
-    if report["neurons_before"] != report["neurons_after"]:
+    alive = [layer["neurons_alive"] for layer in report["layers"]]
+    if None not in alive:
+        most = max(alive)
         rows.append(
-            ("neurons", f"{report['neurons_before']:,} before, {report['neurons_after']:,} after")
+            (
+                "neurons",
+                f"{report['neurons_before']:,} before, {report['neurons_after']:,} after, as many "
+                f"in all layers: {most:,} fire in layer {alive.index(most)}",
+            )
         )
     if report["loss_before"] is not None:
         losses = f"{report['loss_before']:.4f} before, {report['loss_after']:.4f} after"

@@ -1,5 +1,7 @@
 """``twell sparsify``: make a sparse model of a dense one."""
 
+from contextlib import ExitStack
+
 import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
@@ -76,18 +78,19 @@ def sparsify(
     elif named["data"] is None:
         raise UsageError("no --data given: stdlib, a file or folder of text, or a .bin wanted")
     from twell_numba.train.config import with_overrides
-    from twell_numba.train.run_folder import RunFolder, next_run_path
+    from twell_numba.train.run_folder import RunFolder, reserved_run_path
 
-    if resume is not None:
-        config = with_overrides(RunFolder(resume).read_config(), given)
-        folder = resume
-    else:
-        assert model is not None
-        folder = out or str(next_run_path("sparsify"))
-        RunFolder(folder).require_new()
-        from twell_numba.train.sparsify import sparsify_settings
+    with ExitStack() as until_the_end:
+        if resume is not None:
+            config = with_overrides(RunFolder(resume).read_config(), given)
+            folder = resume
+        else:
+            assert model is not None
+            folder = out or str(until_the_end.enter_context(reserved_run_path("sparsify")))
+            RunFolder(folder).require_new()
+            from twell_numba.train.sparsify import sparsify_settings
 
-        config = sparsify_settings(model, given)
-    run_and_print(
-        config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
-    )
+            config = sparsify_settings(model, given)
+        run_and_print(
+            config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
+        )

@@ -1,5 +1,7 @@
 """``twell train``: train a model, or go on with a run."""
 
+from contextlib import ExitStack
+
 import click
 
 from twell_numba.cli.options import device_option, json_option, seed_option
@@ -85,15 +87,16 @@ def train(
     if resume is not None:
         refuse_with_resume({"--preset": preset, "--config": config_file, "--out": out})
     from twell_numba.train.config import resolve, with_overrides
-    from twell_numba.train.run_folder import RunFolder, next_run_path
+    from twell_numba.train.run_folder import RunFolder, reserved_run_path
 
-    if resume is not None:
-        config = with_overrides(RunFolder(resume).read_config(), given)
-        folder = resume
-    else:
-        config = resolve(preset, config_file, given)
-        folder = out or str(next_run_path(config.preset))
-        RunFolder(folder).require_new()  # before the seconds that loading Numba takes
-    run_and_print(
-        config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
-    )
+    with ExitStack() as until_the_end:
+        if resume is not None:
+            config = with_overrides(RunFolder(resume).read_config(), given)
+            folder = resume
+        else:
+            config = resolve(preset, config_file, given)
+            folder = out or str(until_the_end.enter_context(reserved_run_path(config.preset)))
+            RunFolder(folder).require_new()  # before the seconds that loading Numba takes
+        run_and_print(
+            config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
+        )
