@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from twell_numba.device.arrays import to_host
-from twell_numba.errors import TwellError, UsageError
+from twell_numba.errors import TwellError, UsageError, shown
 from twell_numba.kernels.revival import revive_rows
 from twell_numba.layers.ffn import AutoState
 from twell_numba.layers.loss import cross_entropy_loss
@@ -247,17 +247,22 @@ class Trainer:
         moments = dict(moments)
         self._patterns = take_patterns(moments, self.model)
         self.optimizer.load_state_arrays(moments, state["step"])
-        self.sampler.load_state_dict(state["sampler"])
-        self._revival_rng.bit_generator.state = state["revival"]
-        self.dead_neurons.load_state_dict(state["dead_neurons"])
-        for ffn, auto_state in zip(self.model.ffn_layers, state["ffn_auto"], strict=True):
-            ffn.auto_state = _auto_state(auto_state)
-        for layer, (_, _, *sharing) in enumerate(state["ffn_auto"]):
-            if sharing and sharing[0] and layer not in self._patterns:  # of an older checkpoint
-                ffn = self.model.ffn_layers[layer]
-                ffn.auto_state = ffn.auto_state._replace(sharing_tokens=None)
+        with _part_of(state, "sampler") as sampler:
+            self.sampler.load_state_dict(sampler)
+        with _part_of(state, "revival") as revival:
+            self._revival_rng.bit_generator.state = revival
+        with _part_of(state, "dead_neurons") as dead_neurons:
+            self.dead_neurons.load_state_dict(dead_neurons)
+        with _part_of(state, "ffn_auto") as auto_states:
+            for ffn, auto_state in zip(self.model.ffn_layers, auto_states, strict=True):
+                ffn.auto_state = _auto_state(auto_state)
+            for layer, (_, _, *sharing) in enumerate(auto_states):
+                if sharing and sharing[0] and layer not in self._patterns:  # an older checkpoint's
+                    ffn = self.model.ffn_layers[layer]
+                    ffn.auto_state = ffn.auto_state._replace(sharing_tokens=None)
         if self.weight_sparsity.controller is not None:
-            self.weight_sparsity.controller.restore(state["weight_l1_strength"])
+            with _part_of(state, "weight_l1_strength") as strength:
+                self.weight_sparsity.controller.restore(strength)
         if self.dead_neurons.step != self.step_count:
             raise ValueError(f"dead_neurons is of step {self.dead_neurons.step}")
         # A generator may round or wrap what it cannot hold.
@@ -454,6 +459,16 @@ def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     seconds[part] += time.perf_counter() - begin
+
+
+@contextmanager
+def _part_of(state: dict[str, Any], name: str) -> Iterator[Any]:
+    """Hand out a part of a checkpoint's state; what fails with it names the part and what it is."""
+    part = state[name]
+    try:
+        yield part
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {shown(part)}, not what a run saves") from error
 
 
 def _auto_state(saved: Any) -> AutoState:

@@ -499,6 +499,8 @@ def test_an_edited_state_is_refused_in_one_line_that_names_it(run, key, monkeypa
         edit_state(checkpoint, **{key: value})
         message = refusal(run)
         assert str(path) in message or key == "files", value
+        if key in ("dead_neurons", "ffn_auto", "sampler", "revival"):
+            assert f"is damaged ({key} is " in message, value
         path.write_text(whole)
 
 
