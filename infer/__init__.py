@@ -13,6 +13,7 @@
 ``infer.convert``          ``convert``: another weight format, or no dead neurons
 ``infer.describe``         what a checkpoint or a saved matrix holds
 ``infer.benchmark``        each execution path timed against dense
+``infer.signals``          signals that a program takes for a while, also one that trains
 =========================  ========================================================================
 
 Nothing is imported here, so that each part loads only what it needs.

@@ -152,8 +152,8 @@ class HopperBlock:
         for first in range(0, self.threads, 128):
             group = self.requests[first : first + 128]
             kinds = {request and request[0] for request in group}
-            if len(kinds) == 1 and kinds <= set(_PRODUCTS):
-                _multiply(self, kinds.pop(), [request[1:] for request in group])
+            if kinds == {"product"}:
+                _multiply(self, [request[1:] for request in group])
                 yield first, [None] * 128
 
     def barrier(self, address: Any) -> Barrier:
@@ -249,12 +249,12 @@ def _operand_by_rows(block: HopperBlock, descriptor: Any, columns: int) -> np.nd
     return _numbers_at(block, _swizzled(addresses))
 
 
-def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
-    """Do what a warpgroup's threads together do in ``hopper.begin_product`` and the like."""
+def _multiply(block: HopperBlock, requests: list[Any]) -> None:
+    """Do what a warpgroup's threads together do in ``hopper.begin_product``."""
     given = {tuple(map(int, request[1:])) for request in requests}
     assert len(given) == 1, "a warpgroup at two products"
-    left, right, keep, columns = given.pop()
-    read = _PRODUCTS[kind]
+    left, right, keep, columns, by_rows = given.pop()
+    read = _operand_by_rows if by_rows else _operand
     product = (
         _operand(block, left, hopper.ROWS).astype(np.float64)
         @ read(block, right, columns).astype(np.float64).T
@@ -266,9 +266,6 @@ def _multiply(block: HopperBlock, kind: str, requests: list[Any]) -> None:
         part = part.transpose(1, 0, 2).ravel()
         sums = sums[: part.size]
         sums[:] = sums + part if keep else part
-
-
-_PRODUCTS = {"begin_product": _operand, "begin_product_by_rows": _operand_by_rows}
 
 
 def _write_tensor_map(memory: Any, index: Any, words: tuple[int, ...]) -> int:
@@ -446,8 +443,8 @@ class _Meetings(ast.NodeTransformer):
             request = [ast.Constant("phase"), *node.args]
         elif name == "wait_for_cluster":
             request = [ast.Constant("cluster")]
-        elif name in _PRODUCTS:
-            request = [ast.Constant(name), *node.args]
+        elif name == "begin_product":
+            request = [ast.Constant("product"), *node.args]
         if request is not None:
             return ast.Yield(ast.Tuple(request, ast.Load()))
         is_function = getattr(self._namespace.get(name), "py_func", None) is not None

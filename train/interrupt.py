@@ -9,19 +9,18 @@ send it twice. A signal that the program was started to ignore, as by ``nohup``,
 import os
 import signal
 import sys
-import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
-from typing import Any
 
 from twell_numba.errors import TwellError
+from twell_numba.infer.signals import HANG_UPS, handled_signals
 
 _NOTICES: dict[int, bytes] = {
     signal.SIGINT: b"\nfinishing this step, then saving; Ctrl-C again stops at once\n",
     signal.SIGTERM: b"\nasked to terminate: finishing this step, then saving\n",
 }
-if sys.platform != "win32":
-    _NOTICES[signal.SIGHUP] = b"\nthe terminal was closed: finishing this step, then saving\n"
+for _number in HANG_UPS:
+    _NOTICES[_number] = b"\nthe terminal was closed: finishing this step, then saving\n"
 
 
 class Interrupted(TwellError):
@@ -46,7 +45,7 @@ class InterruptFlag:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._previous: dict[int, Any] = {}
+        self._handled = ExitStack()
 
     @property
     def is_set(self) -> bool:
@@ -54,18 +53,11 @@ class InterruptFlag:
         return self.signal_number is not None
 
     def __enter__(self) -> "InterruptFlag":
-        if threading.current_thread() is threading.main_thread():
-            for number in _NOTICES:
-                if signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._previous[number] = signal.signal(number, self._handle)
+        self._handled.enter_context(handled_signals(_NOTICES, self._handle))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        self._handled.close()
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if not self.is_set:

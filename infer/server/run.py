@@ -2,10 +2,7 @@
 
 import ipaddress
 import logging
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +14,7 @@ from twell_numba.infer.server.app import Limits, build_app
 from twell_numba.infer.server.connection import Connection
 from twell_numba.infer.server.service import Service
 from twell_numba.infer.server.worker import EngineWorker
+from twell_numba.infer.signals import HANG_UPS, handled_signals
 
 # Connections beside those of requests: idle ones, and those that ask how it goes. Further ones are
 # answered with status 503.
@@ -162,21 +160,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take SIGHUP, which a terminal sends that is closed, like those that uvicorn takes.
-
-        Not where it is ignored, as under ``nohup``.
-        """
-        with super().capture_signals():
-            is_main = threading.current_thread() is threading.main_thread()
-            takes_it = sys.platform != "win32" and is_main
-            if not takes_it or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-                yield
-                return
-            previous = signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, previous)
+        """Take also what a terminal sends that is closed; uvicorn takes SIGINT and SIGTERM."""
+        with super().capture_signals(), handled_signals(HANG_UPS, self.handle_exit):
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End, at a second signal at once. None is raised again: this end was asked for."""

@@ -23,6 +23,8 @@ def make(rng, rows, width, neurons, *, is_gated):
     weights[0] = np.round(4 * weights[0]) / 4
     weights *= 2.0 ** np.round(np.log2(width**-0.5))
     gradients = rng.standard_normal(weights.shape)
+    if width == neurons == 1:  # a sum over all rows into one number, of which all could cancel
+        x, dy, weights, gradients = map(np.abs, (x, dy, weights, gradients))
     return x, dy, list(weights), list(gradients)
 
 
@@ -42,8 +44,6 @@ def test_matches_the_reference(
     forward, backward = functions(cuda, is_gated=is_gated)
     wanted_forward, wanted_backward = functions(reference, is_gated=is_gated)
     for shape in machine.shapes(SMALL, LARGE + random):
-        if dtype.itemsize == 2 and shape[1:] == (1, 1):
-            continue  # of one number, a sum over all rows, nearly everything can cancel
         x, dy, weights, gradients = make(rng, *shape, is_gated=is_gated)
         (x, x64), (dy, dy64) = rounded(x, dtype), rounded(dy, dtype)
         weights, weights64 = zip(*(rounded(weight, dtype) for weight in weights), strict=True)

@@ -7,6 +7,7 @@ import click
 from twell_numba.cli.options import device_option, json_option, seed_option
 from twell_numba.cli.training import (
     as_overrides,
+    new_run_folder,
     refuse_with_resume,
     require_run_name,
     run_and_print,
@@ -78,7 +79,7 @@ def sparsify(
     elif named["data"] is None:
         raise UsageError("no --data given: stdlib, a file or folder of text, or a .bin wanted")
     from twell_numba.train.config import with_overrides
-    from twell_numba.train.run_folder import RunFolder, reserved_run_path
+    from twell_numba.train.run_folder import RunFolder
 
     with ExitStack() as until_the_end:
         if resume is not None:
@@ -86,8 +87,7 @@ def sparsify(
             folder = resume
         else:
             assert model is not None
-            folder = out or str(until_the_end.enter_context(reserved_run_path("sparsify")))
-            RunFolder(folder).require_new()
+            folder = until_the_end.enter_context(new_run_folder(out, "sparsify"))
             from twell_numba.train.sparsify import sparsify_settings
 
             config = sparsify_settings(model, given)

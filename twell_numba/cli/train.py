@@ -7,6 +7,7 @@ import click
 from twell_numba.cli.options import device_option, json_option, seed_option
 from twell_numba.cli.training import (
     as_overrides,
+    new_run_folder,
     refuse_with_resume,
     require_run_name,
     run_and_print,
@@ -87,7 +88,7 @@ def train(
     if resume is not None:
         refuse_with_resume({"--preset": preset, "--config": config_file, "--out": out})
     from twell_numba.train.config import resolve, with_overrides
-    from twell_numba.train.run_folder import RunFolder, reserved_run_path
+    from twell_numba.train.run_folder import RunFolder
 
     with ExitStack() as until_the_end:
         if resume is not None:
@@ -95,8 +96,8 @@ def train(
             folder = resume
         else:
             config = resolve(preset, config_file, given)
-            folder = out or str(until_the_end.enter_context(reserved_run_path(config.preset)))
-            RunFolder(folder).require_new()  # before the seconds that loading Numba takes
+            # before the seconds that loading Numba takes
+            folder = until_the_end.enter_context(new_run_folder(out, config.preset))
         run_and_print(
             config, folder, resume=resume is not None, quiet=quiet, device=device, as_json=as_json
         )

@@ -1,7 +1,8 @@
 """What the commands that train have in common."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -28,6 +29,22 @@ def require_run_name(out: str | None) -> None:
     """
     if out is not None and not out.strip():
         raise UsageError(f"--out {out!r} given, the name of a new run folder wanted")
+
+
+@contextmanager
+def new_run_folder(out: str | None, preset: str) -> Iterator[str]:
+    """Hand out the folder of a new run: ``out``, or the next of the preset, for this run alone.
+
+    Raises
+    ------
+    TwellError
+        If no run can be made there.
+    """
+    from twell_numba.train.run_folder import RunFolder, reserved_run_path
+
+    with nullcontext(out) if out is not None else reserved_run_path(preset) as folder:
+        RunFolder(folder).require_new()
+        yield str(folder)
 
 
 def refuse_with_resume(options: Mapping[str, str | None]) -> None:

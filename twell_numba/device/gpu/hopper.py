@@ -376,46 +376,44 @@ def _multiply_text(columns, by_rows):
         if i > 0:
             lines.append(f"add.u64 left, left, 2; add.u64 right, right, {further};")
         added = "always" if i else "keep"
-        lines.append(f"{step} {{{sums}}}, left, right, {added}, 1, 1, 0, {int(by_rows)};")
+        lines.append(f"{step} {{{sums}}}, left, right, {added}, 1, 1, 0, {by_rows};")
     lines.append("wgmma.commit_group.sync.aligned; }")
     return "\n".join(lines)
 
 
-def _begin_product(by_rows):
-    def define(typing_context, sums, left, right, keep, columns):
-        if not isinstance(sums, types.Array) or not isinstance(columns, types.IntegerLiteral):
-            return None
-        count = columns.literal_value
+@intrinsic
+def begin_product(typing_context, sums, left, right, keep, columns, by_rows):
+    """Begin to add A B^T to the sums of a warpgroup, or to replace them if ``keep`` is 0.
 
-        def generate(context, builder, signature, arguments):
-            kinds = signature.args
-            places = _sums_of(context, builder, kinds[0], arguments[0], ROWS * count // 128)
-            operands = [
-                context.cast(builder, arguments[1], kinds[1], types.int64),
-                context.cast(builder, arguments[2], kinds[2], types.int64),
-                context.cast(builder, arguments[3], kinds[3], types.int32),
-            ]
-            text = _multiply_text(count, by_rows)
-            _with_sums(builder, text, ["l", "l", "r"], operands, places)
-            return context.get_dummy_value()
+    A has 64 rows and B ``columns``, a constant, a multiple of 8 up to 256, each of 64 bfloat16
+    numbers, given as :func:`operand`. If ``by_rows``, a constant, is 1, A B is added, B having 64
+    rows of 256 numbers, given as :func:`operand_by_rows`.
 
-        return types.void(sums, left, right, keep, columns), generate
+    ``sums`` is a local array of 128 float32, of which ``columns / 2`` are used. With ``lane =
+    thread % 32`` and ``warp = thread // 32 % 4``, a thread's ``sums[4 j + 2 h + i]`` is the number
+    in row ``16 warp + 8 h + lane // 4`` and column ``8 j + 2 (lane % 4) + i``. All threads of the
+    warpgroup must come here together.
+    """
+    constants = (columns, by_rows)
+    if not isinstance(sums, types.Array):
+        return None
+    if not all(isinstance(constant, types.IntegerLiteral) for constant in constants):
+        return None
+    count, is_by_rows = (constant.literal_value for constant in constants)
 
-    return define
+    def generate(context, builder, signature, arguments):
+        kinds = signature.args
+        places = _sums_of(context, builder, kinds[0], arguments[0], ROWS * count // 128)
+        operands = [
+            context.cast(builder, arguments[1], kinds[1], types.int64),
+            context.cast(builder, arguments[2], kinds[2], types.int64),
+            context.cast(builder, arguments[3], kinds[3], types.int32),
+        ]
+        text = _multiply_text(count, is_by_rows)
+        _with_sums(builder, text, ["l", "l", "r"], operands, places)
+        return context.get_dummy_value()
 
-
-# begin_product(sums, left, right, keep, columns) begins to add A B^T to the sums of a warpgroup, or
-# to replace them if keep is 0. A has 64 rows and B `columns`, a constant, a multiple of 8 up to
-# 256, each of 64 bfloat16 numbers, given as operand(). sums is a local array of 128 float32, of
-# which columns / 2 are used. With lane = thread % 32 and warp = thread // 32 % 4, a thread's
-# sums[4 j + 2 h + i] is the number in
-#
-#     row 16 warp + 8 h + lane // 4,  column 8 j + 2 (lane % 4) + i
-#
-# All threads of the warpgroup must come here together. begin_product_by_rows begins to add A B, B
-# having 64 rows of 256 numbers, given as operand_by_rows().
-begin_product = intrinsic(_begin_product(False))
-begin_product_by_rows = intrinsic(_begin_product(True))
+    return types.void(sums, left, right, keep, columns, by_rows), generate
 
 
 @intrinsic

@@ -288,7 +288,8 @@ def gate_and_pack(x_map, weight_map, maps, values, columns, counts, rows, neuron
                 wait_for_phase(int32(full + int32(8) * stage), parity)
                 source = int32(stages + int32(STAGE_BYTES) * stage)
                 left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-                begin_product(sums, left, operand(int32(source + int32(X_BYTES))), step, COLUMNS)
+                right = operand(int32(source + int32(X_BYTES)))
+                begin_product(sums, left, right, step, COLUMNS, 0)
                 wait_for_older_products()
                 if step > 0:
                     release(int32(free + int32(8) * before), thread)

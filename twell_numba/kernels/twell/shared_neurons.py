@@ -66,7 +66,6 @@ from twell_numba.device.gpu.hopper import (
     arrive_and_expect,
     arrive_when_copied,
     begin_product,
-    begin_product_by_rows,
     copy_box,
     copy_sixteen_bytes,
     give_registers_away,
@@ -204,8 +203,11 @@ def end_product(sums, stages, before, thread):
         arrive(int32(stages + int32(FREE) + int32(8) * before))
 
 
-def _multiply(columns):
-    """Return the function that multiplies 64 tokens by so many neurons."""
+def _multiply(columns, by_rows):
+    """Return the function that multiplies 64 tokens by so many neurons, or entries by columns.
+
+    Neurons' rows are the right operand's rows, or, of entries, what is summed over.
+    """
 
     @inlined
     def multiply(sums, steps, stages, consumer, thread, stage, parity):
@@ -213,8 +215,9 @@ def _multiply(columns):
         for step in range(steps):
             source = wait_for_operands(stages, stage, parity)
             left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-            right = operand(int32(source + int32(LEFT_BYTES)))
-            begin_product(sums, left, right, step, columns)
+            there = int32(source + int32(LEFT_BYTES))
+            right = operand_by_rows(there) if by_rows == 1 else operand(there)
+            begin_product(sums, left, right, step, columns, by_rows)
             stage, parity, before = go_on(stages, stage, parity, before, step, thread)
         end_product(sums, stages, before, thread)
         return stage, parity
@@ -223,8 +226,9 @@ def _multiply(columns):
 
 
 multiply_64, multiply_96, multiply_128, multiply_160, multiply_192, multiply_224, multiply_256 = (
-    _multiply(columns) for columns in range(64, NEURONS + 1, 32)
+    _multiply(columns, by_rows=0) for columns in range(64, NEURONS + 1, 32)
 )
+multiply_by_rows = _multiply(COLUMNS, by_rows=1)
 
 
 @inlined
@@ -244,20 +248,6 @@ def multiply_part(sums, n, steps, stages, consumer, thread, stage, parity):
         stage, parity = multiply_96(sums, steps, stages, consumer, thread, stage, parity)
     else:
         stage, parity = multiply_64(sums, steps, stages, consumer, thread, stage, parity)
-    return stage, parity
-
-
-@inlined
-def multiply_by_rows(sums, steps, stages, consumer, thread, stage, parity):
-    """Multiply the entries of 64 tokens by 256 columns of their neurons' rows."""
-    before = stage
-    for step in range(steps):
-        source = wait_for_operands(stages, stage, parity)
-        left = operand(int32(source + int32(ROWS * ROW_BYTES) * consumer))
-        right = operand_by_rows(int32(source + int32(LEFT_BYTES)))
-        begin_product_by_rows(sums, left, right, step, COLUMNS)
-        stage, parity, before = go_on(stages, stage, parity, before, step, thread)
-    end_product(sums, stages, before, thread)
     return stage, parity
 
 
@@ -446,30 +436,24 @@ def finish_hidden(codes, flags, lines, token, row, part, ahead, entries, layout,
 
 
 @inlined
-def load_uses(ups, places, codes, entry, end, first_slot, arrays):
-    """Read u of a lane's next entries, and where they are listed by neuron."""
-    _, up_values, entry_places, _ = arrays
-    for i in range(BATCH):
-        ups[i] = 0
-        places[i] = 0
-        if entry + 4 * i < end:
-            slot = int32(first_slot + int32(int32(codes[i]) & 0xFFFF))
-            ups[i] = load(up_values, slot)
-            places[i] = load(entry_places, slot)
-
-
-@inlined
-def finish_d_hidden(codes, ups, places, lines, token, slot, ahead, arrays, layout, results):
+def finish_d_hidden(codes, lines, token, first_slot, ahead, arrays, layout, results):
     """Compute dh, dg and du of the entries of eight rows; a row's four lanes take turns."""
     entry, end = ahead
-    entries, _, _, l1 = arrays
+    entries, up_values, entry_places, l1 = arrays
     block, low, room = layout
     d_pattern, d_up, list_hidden, list_pattern, list_up = results
     first_place = block * room * TOKENS + token * PANEL
     line = line_address(lines, int32(cuda.threadIdx.x % 32 // 4))
+    ups = cuda.local.array(BATCH, types.float32)
+    places = cuda.local.array(BATCH, types.int32)
     later = cuda.local.array(BATCH, types.int64)
     while entry < end:
         load_entries(later, entries, int32(entry + 4 * BATCH), end)
+        for i in range(BATCH):
+            if entry + 4 * i < end:
+                slot = int32(first_slot + int32(int32(codes[i]) & 0xFFFF))
+                ups[i] = load(up_values, slot)
+                places[i] = load(entry_places, slot)
         for i in range(BATCH):
             if entry + 4 * i < end:
                 position = int32(int32(codes[i]) >> 16 & 0xFF)
@@ -486,7 +470,6 @@ def finish_d_hidden(codes, ups, places, lines, token, slot, ahead, arrays, layou
         entry = int32(entry + 4 * BATCH)
         for i in range(BATCH):
             codes[i] = later[i]
-        load_uses(ups, places, codes, entry, end, slot, arrays)
 
 
 @kernel(threads=THREADS, blocks_per_multiprocessor=1, shared_memory=SHARED_BYTES)
@@ -569,10 +552,6 @@ def multiply_tokens_backward(
         sums = cuda.local.array(SUMS, types.float32)
         upper_codes = cuda.local.array(BATCH, types.int64)
         lower_codes = cuda.local.array(BATCH, types.int64)
-        upper_ups = cuda.local.array(BATCH, types.float32)
-        lower_ups = cuda.local.array(BATCH, types.float32)
-        upper_places = cuda.local.array(BATCH, types.int32)
-        lower_places = cuda.local.array(BATCH, types.int32)
         steps = int32((width + INNER - 1) // INNER)
         stage = int32(0)
         parity = int32(0)
@@ -601,17 +580,11 @@ def multiply_tokens_backward(
             layout = (block, low, room)
             results = (d_pattern, d_up, list_hidden, list_pattern, list_up)
             share(sums, 0, lines)
-            load_uses(upper_ups, upper_places, upper_codes, upper[0], upper[1], upper_slot, arrays)
-            load_uses(lower_ups, lower_places, lower_codes, lower[0], lower[1], lower_slot, arrays)
-            finish_d_hidden(
-                upper_codes, upper_ups, upper_places, lines, token, upper_slot, upper, arrays,
-                layout, results,
-            )  # fmt: skip
+            finish_d_hidden(upper_codes, lines, token, upper_slot, upper, arrays, layout, results)
             share(sums, 1, lines)
             finish_d_hidden(
-                lower_codes, lower_ups, lower_places, lines, token + 8, lower_slot, lower, arrays,
-                layout, results,
-            )  # fmt: skip
+                lower_codes, lines, token + 8, lower_slot, lower, arrays, layout, results
+            )
     wait_for_cluster()  # copies may still be under way
 
 
