@@ -159,14 +159,14 @@ def _peak_bytes(problem: FFNProblem, layer: GatedFFN, backward: bool) -> int | N
     """Return the most bytes of a GPU's memory that are in use while a layer is called.
 
     Inputs, weights and the buffers of their gradients count, as far as the call needs them. All
-    that is compiled at a first call has been before.
+    that is compiled at a first call has been before. The backward pass waits for the forward pass:
+    what is freed counts as in use until the GPU comes to that, and the host runs ahead of it.
     """
     if problem.device == "cpu":
         return None
     from twell_numba.device.gpu import choose
 
     gpu = choose(problem.device)
-    call = layer_run(layer, problem, backward)
     x, dy = problem.inputs
     held = x.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
     if backward:
@@ -175,8 +175,11 @@ def _peak_bytes(problem: FFNProblem, layer: GatedFFN, backward: bool) -> int | N
     gpu.synchronize()
     gpu.memory.reset_peak()
     before = gpu.memory.peak()
-    call()
+    backprop = layer(x)[1]
     gpu.synchronize()
+    if backward:
+        backprop(dy)
+        gpu.synchronize()
     return held + gpu.memory.peak() - before
 
 

@@ -32,11 +32,11 @@ MOST_THREADS = 64  # of a block; more only of kernels that lay out their shared 
 class Memory:
     """A block of the host's memory, which stands for the GPU's."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._bytes = np.full(nbytes + 64, 0xFF, np.uint8)
-        self.pointer = self._bytes.ctypes.data
+    def __init__(self, nbytes: int, graph: "EmulatedGraph | None") -> None:
+        self.bytes = np.full(nbytes + 64, 0xFF, np.uint8)
+        self.pointer = self.bytes.ctypes.data
         self.nbytes = nbytes
-        self.graph = None
+        self.graph = graph
 
 
 class EmulatedStream(Stream):
@@ -79,9 +79,12 @@ class EmulatedGraph:
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
         self.owners: list[Any] = []
+        # Memory allocated while recording, which stays as long as the graph.
+        self.buffers: list[np.ndarray] = []
 
     def keep(self, owner: Any) -> None:
-        self.owners.append(owner)
+        if owner is not None and getattr(owner, "graph", None) is not self:
+            self.owners.append(owner)
 
     def replay(self) -> None:
         for call in self.calls:
@@ -120,9 +123,12 @@ class EmulatedGPU:
 
     def allocate(self, nbytes: int, stream: Any) -> Memory:
         assert nbytes > 0, "an allocation of nothing"
-        memory = Memory(nbytes)
+        graph = stream.capture
+        memory = Memory(nbytes, graph)
         self.regions[memory.pointer] = nbytes
-        weakref.finalize(memory, self.regions.pop, memory.pointer)
+        if graph is not None:
+            graph.buffers.append(memory.bytes)
+        weakref.finalize(graph or memory, self.regions.pop, memory.pointer)
         return memory
 
     def free_and_total(self) -> tuple[int, int]:

@@ -273,11 +273,11 @@ class RecordedStep:
         losses, dlogits = cross_entropy_loss(logits, targets, config.tokens_per_step)
         add_into(self._results[_LOSS : _LOSS + 1], sum_on_gpu(losses))
         for layer, ffn in enumerate(self._model.ffn_layers):
-            counted = ffn.recorded_statistics
+            counted = ffn.take_recorded_statistics()
             place = _LAYERS + 2 * layer
             add_into(self._results[place : place + 2], counted.totals)
             or_into(self._fired[layer : layer + 1], counted.fired)
-        del logits, losses
+        del logits, losses, counted
         self._note_time(_FORWARDED)
         backprop(dlogits)
         self._note_time(_COMPUTED)

@@ -1,5 +1,8 @@
 """A model on a GPU, emulated or real, gives what it gives on the CPU."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -73,6 +76,10 @@ def test_decoding_with_a_cache(machine):
         step(tokens[:, :1])
     with pytest.raises(ValueError, match=r"tokens in \[0, 11\) wanted"):
         step(np.array([[11], [0]]))
+    recording = weakref.ref(step._step._graph)
+    del step
+    gc.collect()
+    assert recording() is None, "memory of the recording is kept"
 
 
 def test_logits_and_limits(machine):

@@ -2,6 +2,7 @@
 
 import json
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -179,9 +180,19 @@ def test_nothing_is_left_on_the_gpu(machine):
     trainer.recorded.release()
     trainer.recorded = None
     trainer.model.rotary_on_gpu = ()
-    for layer in trainer.model.ffn_layers:
-        layer.__dict__["_recorded"] = None
     assert not machine.gpu.regions
+
+
+@pytest.mark.parametrize("path", ["dense", "twell"])
+def test_what_is_forgotten_keeps_no_memory(machine, path):
+    _, trainer = trainers_of(machine, ffn_path=path, n_layers=1)
+    trainer.take_step()  # what the next step needs is recorded meanwhile
+    (recorded,) = trainer.recorded._recorded.values()
+    recording = weakref.ref(recorded._graph)
+    assert recording() is not None
+    del recorded
+    trainer.recorded.forget()
+    assert recording() is None
 
 
 def test_shared_neurons_are_learned_anew_between_replays(hopper_machine, monkeypatch):

@@ -373,7 +373,7 @@ class FeedForward:
     def count_activations(self) -> None:
         """Take the statistics of the last call, of which the activations are then no longer kept.
 
-        On a GPU nothing waits for it: see :attr:`recorded_statistics`.
+        On a GPU nothing waits for it: see :meth:`take_recorded_statistics`.
         """
         if self._last is None:
             return
@@ -407,12 +407,17 @@ class FeedForward:
             raise RuntimeError("the FFN's statistics were asked for before its first call")
         return self._statistics
 
-    @property
-    def recorded_statistics(self) -> "RecordedStatistics":
-        """Statistics of the last call on a GPU, where they are."""
+    def take_recorded_statistics(self) -> "RecordedStatistics":
+        """Return the last call's statistics, on the GPU, and keep nothing of that call."""
         self.count_activations()
         assert self._recorded is not None, "asked for after a call on a GPU"
-        return self._recorded
+        taken = self._recorded
+        self.forget_last_call()
+        return taken
+
+    def forget_last_call(self) -> None:
+        """Keep nothing of the last call: of one that was recorded, it would keep all memory."""
+        self._last = self._statistics = self._recorded = None
 
     def __call__(
         self, x: Array, l1_scale: float | Array = 0.0

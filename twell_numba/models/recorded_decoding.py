@@ -62,3 +62,5 @@ class RecordedDecoding:
     def _compute(self) -> None:
         cos, sin = (embedding(self._place[0:1], table) for table in self._model.rotary_on_gpu)
         self._logits.copy_from(self._model.step_at(self._tokens, cos, sin, self._cache))
+        for ffn in self._model.ffn_layers:
+            ffn.forget_last_call()
