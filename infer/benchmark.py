@@ -159,27 +159,24 @@ def _peak_bytes(problem: FFNProblem, layer: GatedFFN, backward: bool) -> int | N
     """Return the most bytes of a GPU's memory that are in use while a layer is called.
 
     Inputs, weights and the buffers of their gradients count, as far as the call needs them. All
-    that is compiled at a first call has been before. The backward pass waits for the forward pass:
-    what is freed counts as in use until the GPU comes to that, and the host runs ahead of it.
+    that is compiled at a first call has been before.
     """
     if problem.device == "cpu":
         return None
     from twell_numba.device.gpu import choose
 
     gpu = choose(problem.device)
+    call = layer_run(layer, problem, backward)
     x, dy = problem.inputs
     held = x.nbytes + sum(parameter.nbytes for parameter in layer.parameters())
     if backward:
         held += dy.nbytes + sum(parameter.grad_buffer().nbytes for parameter in layer.parameters())
-    layer.count_activations()  # those of the last call are then no longer kept
+    layer.forget_last_call()  # of one that was timed, it would keep the recording
     gpu.synchronize()
     gpu.memory.reset_peak()
     before = gpu.memory.peak()
-    backprop = layer(x)[1]
+    call()
     gpu.synchronize()
-    if backward:
-        backprop(dy)
-        gpu.synchronize()
     return held + gpu.memory.peak() - before
 
 

@@ -140,8 +140,7 @@ def test_products_of_entries(rng, hopper_machine, relative_error):
         shared = list_shared_neurons(packed, tokens, room_for(problem[2]))
         check_lists(shared, gate[order])
 
-        y = empty(x.shape, BFLOAT16, x.stream)
-        shared_neurons.forward_shared(x, up_weight, down_weight, packed, shared, y)
+        y = shared_neurons.forward_shared(x, up_weight, down_weight, packed, shared)
         up = (exact[0] @ exact[3].T).astype(BFLOAT16).astype(np.float64)
         hidden = gate * up
         assert relative_error(y, hidden @ exact[4]) <= TOLERANCE, problem
@@ -151,11 +150,10 @@ def test_products_of_entries(rng, hopper_machine, relative_error):
 
         l1_scale = hopper_machine.upload(np.full(1, 0.25, np.float32))
         lists, entry_places = list_by_neuron(packed)
-        dx = empty(dy.shape, BFLOAT16, dy.stream)
-        shared_neurons.backward_shared(
-            dy, (gate_weight, up_weight, down_weight), packed, shared, l1_scale, entry_places,
-            lists.coefficients, dx,
-        )  # fmt: skip
+        panels = shared_neurons.backward_dots(
+            dy, down_weight, packed, shared, l1_scale, entry_places, lists.coefficients
+        )
+        dx = shared_neurons.backward_sums(gate_weight, up_weight, shared, panels, dy.shape)
         fires = gate > 0
         d_hidden = (exact[1] @ exact[4].T + 0.25 * np.sign(hidden)) * fires
         terms = [d_hidden * up, d_hidden * gate]

@@ -78,8 +78,7 @@ def check_forward(rng, machine, problem, precision, relative_error, gated):
     dtype, tolerance = precision
     packed, gate = make_packed(rng, machine, problem, dtype, gated)
     (x, _, _, up_weight, down_weight), exact = make_matrices(rng, machine, problem, dtype)
-    y = empty(x.shape, dtype, x.stream)
-    strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
+    y = strip_rows.forward_entries(x, up_weight, down_weight, packed)
     # u is rounded before it is multiplied
     up = (exact[0] @ exact[3].T).astype(dtype).astype(np.float64) if gated else 1.0
     hidden = gate * up
@@ -97,13 +96,13 @@ def check_backward(rng, machine, problem, precision, relative_error, gated):
         rng, machine, problem, dtype
     )
     if gated:
-        y = empty(x.shape, dtype, x.stream)
-        strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
-    weights = (gate_weight if gated else up_weight, up_weight, down_weight)
+        strip_rows.forward_entries(x, up_weight, down_weight, packed)
     l1_scale = machine.upload(np.full(1, 0.25, arithmetic_dtype(dtype)))
     lists, entry_places = list_by_neuron(packed)
-    dx = empty(dy.shape, dtype, dy.stream)
-    strip_rows.backward_rows(dy, weights, packed, l1_scale, entry_places, lists.coefficients, dx)
+    of_entries = (entry_places, lists.coefficients)
+    row_lists = strip_rows.backward_dots(dy, down_weight, packed, l1_scale, *of_entries)
+    inputs = (gate_weight, up_weight)
+    dx = row_lists.sum_two(*inputs) if gated else row_lists.sum_one(up_weight)
     up = (exact[0] @ exact[3].T).astype(dtype).astype(np.float64) if gated else np.ones((1, 1))
     hidden = gate * up
     fires = gate > 0
@@ -149,11 +148,10 @@ def test_backward_adds_to_the_gradients(rng, machine, many_rows, relative_error)
     problem = (40, 264, 9, 3, 4, 4)
     packed, gate = make_packed(rng, machine, problem, precision, True)
     (x, dy, *weights), exact = make_matrices(rng, machine, problem, precision)
-    y, dx = (empty(x.shape, precision, x.stream) for _ in range(2))
-    strip_rows.forward_entries(x, *weights[1:], packed, y)
+    strip_rows.forward_entries(x, *weights[1:], packed)
     gradients = tuple(machine.upload(np.ones((9, 264), np.float32)) for _ in range(3))
     l1_scale = machine.upload(np.full(1, 0.25, np.float32))
-    strip_rows.backward_entries(dy, x, tuple(weights), packed, l1_scale, gradients, dx)
+    strip_rows.backward_entries(dy, x, tuple(weights), packed, l1_scale, gradients)
     up = exact[0] @ exact[3].T
     d_hidden = (exact[1] @ exact[4].T + 0.25 * np.sign(up)) * (gate > 0)
     wanted = [

@@ -485,14 +485,14 @@ def forward_packed(
     x: DeviceArray, up_weight: DeviceArray, down_weight: DeviceArray, packed: DeviceActivations
 ) -> DeviceArray:
     rows, width = x.shape
-    y = empty(x.shape, x.dtype, x.stream)
-    statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
     is_aligned = rows_are_aligned(x, up_weight, down_weight)
     if packed.token_order is not None:
-        shared_neurons.forward_entries(x, up_weight, down_weight, packed, y)
+        y = shared_neurons.forward_entries(x, up_weight, down_weight, packed)
     elif is_aligned and width:
-        strip_rows.forward_entries(x, up_weight, down_weight, packed, y)
+        y = strip_rows.forward_entries(x, up_weight, down_weight, packed)
     else:
+        y = empty(x.shape, x.dtype, x.stream)
+        statistics = (packed.row_nonzeros, packed.row_absolute_sums, packed.fired)
         forward_rows(
             forward_rows.blocks_of_warps(rows), x, up_weight, down_weight, packed.values,
             packed.columns, packed.counts, packed.up_values, y, *statistics, rows, width,
@@ -586,13 +586,13 @@ def _backward(
     """Return dx; without a gate, Wu and its gradient stand in for the gate's."""
     scale = scalar_on_gpu("l1_scale", l1_scale, arithmetic_dtype(x.dtype), x)
     is_aligned = rows_are_aligned(dy, x, *weights, *gradients)
-    dx = empty(x.shape, x.dtype, x.stream)
+    of_entries = (dy, x, weights, packed, scale, gradients)
     if packed.token_order is not None and is_aligned:
-        shared_neurons.backward_entries(dy, x, weights, packed, scale, gradients, dx)
+        dx = shared_neurons.backward_entries(*of_entries)
     elif is_aligned and x.shape[1]:
-        strip_rows.backward_entries(dy, x, weights, packed, scale, gradients, dx)
+        dx = strip_rows.backward_entries(*of_entries)
     else:
-        _backward_by_warps(dy, x, weights, packed, scale, gradients, dx, is_aligned)
+        dx = _backward_by_warps(*of_entries, is_aligned)
     _backward_tail(dy, x, weights, packed, scale, gradients, dx, is_aligned)
     return dx
 
@@ -604,11 +604,11 @@ def _backward_by_warps(
     packed: DeviceActivations,
     l1_scale: DeviceArray,
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
-    dx: DeviceArray,
     is_aligned: int,
-) -> None:
-    """Add to the gradients and compute dx for rows that are not in the tail (for others, 0)."""
+) -> DeviceArray:
+    """Return dx for rows that are not in the tail (for others, 0), and add to the gradients."""
     (rows, width), neurons, gated = x.shape, packed.neurons, int(packed.gated)
+    dx = empty(x.shape, x.dtype, x.stream)
     lists, entry_places = list_by_neuron(packed)
     hidden, d_pattern, d_up = lists.coefficients[0], lists.coefficients[1], lists.coefficients[-1]
     backward_rows(
@@ -621,3 +621,4 @@ def _backward_by_warps(
             add_gradients.blocks_of_warps(neurons * -(-width // 256)), dy, x, lists.neuron_starts,
             lists.rows, hidden, d_pattern, d_up, *gradients, neurons, width, gated, is_aligned,
         )  # fmt: skip
+    return dx

@@ -42,7 +42,7 @@ CHUNKS = 64  # at least, where words of 32 rows can be so few
 MOST_WORDS = 8  # of 32 rows, for each neuron of a chunk
 SHARED_WORDS = 12 * 1024  # as much as a block gets without asking for more
 FEWEST_ENTRIES = 128  # of a part that is not its neuron's last; a power of two
-MOST_PARTS = 4096  # besides one for each neuron
+MOST_PARTS = 2048  # besides one for each neuron
 MOST_SLOTS = 2**31 - 1  # they are numbered in 32 bits
 
 

@@ -837,15 +837,13 @@ def forward_entries(
     up_weight: DeviceArray,
     down_weight: DeviceArray,
     packed: DeviceActivations,
-    y: DeviceArray,
-) -> None:
-    """Compute u and y of rows that are not in the tail (y of others becomes 0), and statistics.
+) -> DeviceArray:
+    """Return y of rows that are not in the tail (of others 0); compute u, and statistics.
 
     Parameters as of :func:`twell_numba.kernels.twell.strip_rows.forward_entries`, where
     :func:`fits`, and with the order of tokens.
     """
-    shared = _list(packed)
-    forward_shared(x, up_weight, down_weight, packed, shared, y)
+    return forward_shared(x, up_weight, down_weight, packed, _list(packed))
 
 
 def backward_entries(
@@ -855,22 +853,25 @@ def backward_entries(
     packed: DeviceActivations,
     l1_scale: DeviceArray,
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
-    dx: DeviceArray,
-) -> None:
-    """Compute dx of rows that are not in the tail (of others 0), and add to the gradients.
+) -> DeviceArray:
+    """Return dx of rows that are not in the tail (of others 0), and add to the gradients.
 
     Parameters as of :func:`twell_numba.kernels.twell.strip_rows.backward_entries`.
     """
-    rows, width = dy.shape
-    hot = packed.hot if hot_neurons.fits(rows) else None
+    gate_weight, up_weight, down_weight = weights
+    pattern_grad, up_grad, down_grad = gradients
+    hot = packed.hot if hot_neurons.fits(len(dy)) else None
     lists, entry_places = list_by_neuron(packed, None if hot is None else hot.is_hot)
     shared = _list(packed)
-    backward_shared(dy, weights, packed, shared, l1_scale, entry_places, lists.coefficients, dx)
-    del shared  # its memory is of use for what follows
-    pattern_grad, up_grad, down_grad = gradients
+    of_entries = (entry_places, lists.coefficients)
+    panels = backward_dots(dy, down_weight, packed, shared, l1_scale, *of_entries)
+    del entry_places, of_entries  # memory for what follows
+    dx = backward_sums(gate_weight, up_weight, shared, panels, dy.shape)
+    del shared, panels
     add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
     if hot is not None:
         hot_neurons.add_hot_gradients(dy, x, lists, hot, (down_grad, pattern_grad, up_grad))
+    return dx
 
 
 def forward_shared(
@@ -879,9 +880,8 @@ def forward_shared(
     down_weight: DeviceArray,
     packed: DeviceActivations,
     shared: SharedNeurons,
-    y: DeviceArray,
-) -> None:
-    """Compute u, h, y and statistics of rows of shared blocks."""
+) -> DeviceArray:
+    """Return y of rows of shared blocks (of others 0); compute u, and statistics."""
     rows, width = x.shape
     parts = shared.parts
     hidden = panels_of(shared, x)
@@ -898,32 +898,47 @@ def forward_shared(
         packed.row_nonzeros, packed.row_absolute_sums, rows, parts,
     )  # fmt: skip
     hidden_map = TensorMap(hidden, TOKENS)
+    y = empty(x.shape, x.dtype, x.stream)
     sum_neurons(False)(
         _blocks(x), hidden_map, hidden_map, maps, down_weight, down_weight, shared.neurons,
         shared.order, shared.tokens, y, rows, width, shared.room,
     )  # fmt: skip
+    return y
 
 
-def backward_shared(
+def backward_dots(
     dy: DeviceArray,
-    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    down_weight: DeviceArray,
     packed: DeviceActivations,
     shared: SharedNeurons,
     l1_scale: DeviceArray,
     entry_places: DeviceArray,
     coefficients: tuple[DeviceArray, ...],
-    dx: DeviceArray,
-) -> None:
-    """Compute dx of rows of shared blocks, and h, dg and du of their entries."""
+) -> tuple[DeviceArray, DeviceArray]:
+    """Compute h, dg and du of entries of shared blocks, and return panels of dg and du."""
     rows, width = dy.shape
     d_pattern, d_up = panels_of(shared, dy), panels_of(shared, dy)
-    maps = empty((_blocks(dy), 2 * WORDS), np.int64, dy.stream)
     multiply_tokens_backward(
-        _blocks(dy), dy, shared.tokens, weights[2], shared.neurons, shared.items, shared.entries,
+        _blocks(dy), dy, shared.tokens, down_weight, shared.neurons, shared.items, shared.entries,
         shared.starts, packed.up_values, entry_places, l1_scale, d_pattern, d_up, *coefficients,
         rows, width, packed.tiles * packed.slots, shared.room,
     )  # fmt: skip
+    return d_pattern, d_up
+
+
+def backward_sums(
+    gate_weight: DeviceArray,
+    up_weight: DeviceArray,
+    shared: SharedNeurons,
+    panels: tuple[DeviceArray, DeviceArray],
+    shape: tuple[int, ...],
+) -> DeviceArray:
+    """Return dx (M, D) of rows of shared blocks (of others 0), from panels of dg and du."""
+    (rows, width), stream = shape, gate_weight.stream
+    maps = empty((_blocks(gate_weight), 2 * WORDS), np.int64, stream)
+    dx = empty(shape, gate_weight.dtype, stream)
     sum_neurons(True)(
-        _blocks(dy), TensorMap(d_pattern, TOKENS), TensorMap(d_up, TOKENS), maps, weights[0],
-        weights[1], shared.neurons, shared.order, shared.tokens, dx, rows, width, shared.room,
+        _blocks(gate_weight), *(TensorMap(panel, TOKENS) for panel in panels), maps, gate_weight,
+        up_weight, shared.neurons, shared.order, shared.tokens, dx, rows, width, shared.room,
     )  # fmt: skip
+    return dx

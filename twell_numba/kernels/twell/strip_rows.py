@@ -103,14 +103,13 @@ def forward_entries(
     up_weight: DeviceArray,
     down_weight: DeviceArray,
     packed: DeviceActivations,
-    y: DeviceArray,
-) -> None:
-    """Compute u and y of rows that are not in the tail (y of others becomes 0), and statistics.
+) -> DeviceArray:
+    """Return y of rows that are not in the tail (of others 0); compute u, and statistics.
 
     Parameters
     ----------
-    x, y : DeviceArray, shape (M, D)
-        16-byte aligned, D a multiple of 8; y is written.
+    x : DeviceArray, shape (M, D)
+        16-byte aligned, D a multiple of 8.
     up_weight, down_weight : DeviceArray, shape (F, D)
         The same.
     packed : DeviceActivations
@@ -137,7 +136,7 @@ def forward_entries(
             lists.row_counts, lists.neurons, lists.places, lists.first, *statistics, rows,
             lists.row_slots, strips,
         )  # fmt: skip
-    lists.sum_one(down_weight, lists.first, y)
+    return lists.sum_one(down_weight)
 
 
 def backward_entries(
@@ -147,14 +146,13 @@ def backward_entries(
     packed: DeviceActivations,
     l1_scale: DeviceArray,
     gradients: tuple[DeviceArray, DeviceArray, DeviceArray],
-    dx: DeviceArray,
-) -> None:
-    """Compute dx of rows that are not in the tail (of others 0), and add to the gradients.
+) -> DeviceArray:
+    """Return dx of rows that are not in the tail (of others 0), and add to the gradients.
 
     Parameters
     ----------
-    dy, x, dx : DeviceArray, shape (M, D)
-        16-byte aligned, D a multiple of 8; dx is written.
+    dy, x : DeviceArray, shape (M, D)
+        16-byte aligned, D a multiple of 8.
     weights : tuple of DeviceArray, shape (F, D) each
         Wg, Wu and Wd; without a gate, the first is Wu.
     packed : DeviceActivations
@@ -162,26 +160,42 @@ def backward_entries(
         In the type in which there is computed.
     gradients : tuple of DeviceArray, shape (F, D) each
         Of the weights, changed in place.
+
+    Returns
+    -------
+    DeviceArray, shape (M, D)
     """
-    lists, entry_places = list_by_neuron(packed)
-    backward_rows(dy, weights, packed, l1_scale, entry_places, lists.coefficients, dx)
     pattern_grad, up_grad, down_grad = gradients
-    of_inputs = (pattern_grad, up_grad) if packed.gated else (up_grad,)
+    lists, entry_places = list_by_neuron(packed)
+    row_lists = backward_dots(dy, weights[2], packed, l1_scale, entry_places, lists.coefficients)
+    del entry_places  # memory for what follows
+    if packed.gated:
+        dx = row_lists.sum_two(weights[0], weights[1])
+        of_inputs = (pattern_grad, up_grad)
+    else:
+        dx = row_lists.sum_one(weights[1])
+        of_inputs = (up_grad,)
+    del row_lists
     add_weight_gradients(dy, x, lists, (down_grad, *of_inputs))
+    return dx
 
 
-def backward_rows(
+def backward_dots(
     dy: DeviceArray,
-    weights: tuple[DeviceArray, DeviceArray, DeviceArray],
+    down_weight: DeviceArray,
     packed: DeviceActivations,
     l1_scale: DeviceArray,
     entry_places: DeviceArray,
     coefficients: tuple[DeviceArray, ...],
-    dx: DeviceArray,
-) -> None:
-    """Compute dx, and h, dg and du of each entry, which go to ``entry_places`` of three lists.
+) -> "RowLists":
+    """Compute h, dg and du of each entry, which go to ``entry_places`` of three lists.
 
     Without a gate they are h and dh, and the lists two.
+
+    Returns
+    -------
+    RowLists
+        Of dg and du, or of dh.
     """
     rows, width = dy.shape
     lists = RowLists(packed, dy, second=packed.gated)
@@ -191,21 +205,19 @@ def backward_rows(
     options = dots_options(rows, width)
     if width <= options[0]:
         multiply_backward(*options, width == options[0])(
-            -(-rows // WARPS), dy, weights[2], packed.columns, packed.counts, *given,
+            -(-rows // WARPS), dy, down_weight, packed.columns, packed.counts, *given,
             lists.row_counts, lists.neurons, lists.places, *written, rows, width, packed.tile,
             packed.tiles, packed.slots, gated,
         )  # fmt: skip
     else:
         lists.list(packed)
-        dots, strips = lists.multiply(dy, weights[2])
+        dots, strips = lists.multiply(dy, down_weight)
         finish_backward(
             finish_backward.blocks_of_warps(rows), dots, *given, lists.row_counts, lists.places,
             *written, rows, lists.row_slots, strips, gated,
         )  # fmt: skip
-    if gated:
-        lists.sum_two(weights[0], weights[1], dx)
-    else:
-        lists.sum_one(weights[0], lists.first, dx)
+    del lists.places  # of no use for sums
+    return lists
 
 
 def strip_of(width: int, widest: int) -> int:
@@ -261,31 +273,30 @@ class RowLists:
         )  # fmt: skip
         return dots, strips
 
-    def sum_one(self, weight: DeviceArray, factors: DeviceArray, y: DeviceArray) -> None:
-        """Compute y from one matrix."""
-        self._sum(SUMS, False, weight, weight, factors, factors, y)
+    def sum_one(self, weight: DeviceArray) -> DeviceArray:
+        """Return sums of a matrix's rows."""
+        return self._sum(SUMS, False, (weight, weight), (self.first, self.first))
 
-    def sum_two(self, first: DeviceArray, second: DeviceArray, y: DeviceArray) -> None:
-        """Compute y from two."""
-        self._sum(SUMS_OF_TWO, True, first, second, self.first, self.second, y)
+    def sum_two(self, first: DeviceArray, second: DeviceArray) -> DeviceArray:
+        """Return sums of two matrices' rows."""
+        return self._sum(SUMS_OF_TWO, True, (first, second), (self.first, self.second))
 
     def _sum(
         self,
         options: tuple[int, int],
         two: bool,
-        first: DeviceArray,
-        second: DeviceArray,
-        factors: DeviceArray,
-        more_factors: DeviceArray,
-        y: DeviceArray,
-    ) -> None:
+        matrices: tuple[DeviceArray, DeviceArray],
+        factors: tuple[DeviceArray, DeviceArray],
+    ) -> DeviceArray:
+        sums = empty((self.rows, self.width), self.first.dtype, self.first.stream)
         strip, room = options
         strip = strip_of(self.width, NARROW if self.rows <= FEW_ROWS else strip)
         strips = -(-self.width // strip)
         sum_rows(strip, room, two, self.width % strip == 0)(
-            strips * -(-self.rows // WARPS), first, second, self.row_counts, self.neurons, factors,
-            more_factors, y, self.rows, self.width, self.row_slots,
+            strips * -(-self.rows // WARPS), *matrices, self.row_counts, self.neurons, *factors,
+            sums, self.rows, self.width, self.row_slots,
         )  # fmt: skip
+        return sums
 
 
 # ---- Lists
