@@ -218,7 +218,9 @@ class RecordedStep:
             return False
         for ffn, after in zip(self._model.ffn_layers, states, strict=True):
             ffn.auto_state = ffn.auto_state._replace(
-                learned=after.learned, sharing_tokens=after.sharing_tokens
+                learned=after.learned,
+                sharing_tokens=after.sharing_tokens,
+                densest=after.densest,
             )
         return True
 

@@ -472,18 +472,23 @@ def _part_of(state: dict[str, Any], name: str) -> Iterator[Any]:
 
 
 def _auto_state(saved: Any) -> AutoState:
-    """Return a layer's state as it was saved; some older checkpoints hold two numbers more."""
+    """Return a layer's state as it was saved; older checkpoints hold the first two or four."""
     density, unmeasured_tokens, *sharing = saved
-    is_learned, sharing_tokens = sharing or (False, None)
-    is_density = density is None or (type(density) in (int, float) and 0 <= density <= 1)
+    is_learned, sharing_tokens, *since = sharing or (False, None)
+    (densest,) = since or (0.0,)
     if (
-        not is_density
+        not (density is None or _is_density(density))
         or not _is_count(unmeasured_tokens)
         or type(is_learned) is not bool
         or not (sharing_tokens is None or _is_count(sharing_tokens))
+        or not _is_density(densest)
     ):
         raise ValueError(f"{saved!r} in ffn_auto")
-    return AutoState(density, unmeasured_tokens, None, sharing_tokens)
+    return AutoState(density, unmeasured_tokens, None, sharing_tokens, densest)
+
+
+def _is_density(number: Any) -> bool:
+    return type(number) in (int, float) and 0 <= number <= 1
 
 
 def _is_count(number: Any) -> bool:
@@ -492,4 +497,7 @@ def _is_count(number: Any) -> bool:
 
 def _saved_state(state: AutoState) -> list[Any]:
     """Return a layer's state in values JSON can hold; what it learned is among the arrays."""
-    return [state.density, state.unmeasured_tokens, state.learned is not None, state.sharing_tokens]
+    is_learned = state.learned is not None
+    return [
+        state.density, state.unmeasured_tokens, is_learned, state.sharing_tokens, state.densest
+    ]  # fmt: skip

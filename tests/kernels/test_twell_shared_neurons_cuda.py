@@ -1,5 +1,7 @@
 """Products by blocks of tokens that share neurons, for Hopper GPUs, against NumPy in float64."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -245,13 +247,43 @@ def test_sharing_is_learned_where_it_is_faster(rng, hopper_machine, monkeypatch)
     for firing, is_worth in ((2, False), (100, True)):
         packed, gate = make_packed(rng, hopper_machine, (128, 8, 300, firing, 256, 200))
         packed.row_nonzeros.copy_from((gate != 0).sum(1).astype(np.int32))
-        groups = shared_neurons.learn_to_share(packed, 8)
+        groups, densest = shared_neurons.learn_to_share(packed, 8)
         assert (groups is not None) == is_worth
+        assert densest == 0  # launches alone take longer than so small a dense layer
     packed.tail_count.copy_from(np.array([3], np.int32))  # of 128
-    assert shared_neurons.learn_to_share(packed, 8, groups) is None
+    assert shared_neurons.learn_to_share(packed, 8, groups) == (None, 0)
     packed.tail_count.fill_with_zeros()
     monkeypatch.setattr(shared_neurons, "LEAST_NUMBERS", 2000)
-    assert shared_neurons.learn_to_share(packed, 8) is None
+    assert shared_neurons.learn_to_share(packed, 8) == (None, 0)
+
+
+# M, D, F, entries a row, neurons of a block, and the least of dense / shared forward and with
+# backward, as measured on an H200 (skewed patterns, blocks about alike)
+@pytest.mark.parametrize(
+    ("tokens", "width", "neurons", "entries", "needed", "ratio"),
+    [
+        (16384, 2048, 5632, 60, 3114, 1.28),
+        (16384, 2048, 5632, 150, 3817, 1.10),
+        (16384, 2048, 5632, 150, 2860, 1.23),
+        (16384, 2048, 5632, 250, 3876, 0.97),
+        (16384, 768, 3072, 60, 1743, 1.08),
+        (16384, 768, 3072, 90, 2147, 0.90),
+        (16384, 768, 3072, 120, 1949, 0.85),
+        (16384, 4096, 11008, 150, 5145, 1.44),
+        (4096, 2048, 5632, 60, 2226, 1.18),
+        (4096, 2048, 5632, 150, 3834, 0.93),
+    ],
+)
+def test_sharing_is_reckoned_to_be_faster_than_dense_where_it_was(
+    tokens, width, neurons, entries, needed, ratio
+):
+    packed = SimpleNamespace(shape=(tokens, neurons))
+    blocks = np.full(tokens // 128, needed)
+    densest = shared_neurons.densest_sharing(blocks, tokens * entries, packed, width)
+    assert (entries / neurons < densest) == (ratio > 1)
+    blocks[0] = shared_neurons.room_for(neurons)  # whose block can have no more
+    densest = shared_neurons.densest_sharing(blocks, tokens * entries, packed, width)
+    assert densest <= entries / neurons
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])

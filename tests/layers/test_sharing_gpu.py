@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
 from twell_numba.kernels.twell import cuda  # noqa: E402
+from twell_numba.kernels.twell.token_groups import Sharing  # noqa: E402
 from twell_numba.layers import GatedFFN, TwoMatrixFFN, ffn  # noqa: E402
 
 # What no kernel here looks into.
@@ -52,7 +53,7 @@ def make_call(rng, machine, kind, path):
 def test_sharing_is_measured_now_and_then(rng, machine, layer_calls):
     answers, calls = layer_calls
     layer, call = make_call(rng, machine, GatedFFN, "twell")
-    answers += [LEARNED, None]
+    answers += [Sharing(LEARNED, 0.3), Sharing()]
     call(34)  # too few tokens to measure
     assert layer.auto_state == ffn.AutoState()
     for _ in range(5):
@@ -75,10 +76,11 @@ def test_auto_measures_sharing_on_the_path_that_shares(rng, machine, layer_calls
     call(40)
     assert calls == []  # dense
     layer.auto_state = ffn.AutoState(0.0)
-    answers.append(LEARNED)
+    answers.append(Sharing(LEARNED, 0.3))
     call(40)
     assert calls == [False]
     assert layer.auto_state.learned == LEARNED
+    assert layer.auto_state.densest == 0.3
     assert layer.auto_state.density > 0.3
 
 
@@ -91,19 +93,20 @@ def test_a_layer_without_a_gate_does_not_share(rng, machine, layer_calls):
 def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, layer_calls):
     weights = rng.standard_normal((3, 40, 32)).astype(np.float32)
     layer, without_gate = GatedFFN("mlp", *weights), TwoMatrixFFN("mlp", *weights[:2])
-    between = (ffn.GPU_AUTO_DENSITY_NARROW + ffn.GPU_SHARING_DENSITY_NARROW) / 2
-    for sharing, tokens, path in (
-        ((None, None), 40, "twell"),  # to be tried out
-        ((None, None), 34, "dense"),
-        ((None, 0), 40, "dense"),
-        ((LEARNED, 0), 40, "twell"),
-        ((LEARNED, 0), 34, "dense"),
+    for density, sharing, tokens, path in (
+        (0.045, (None, None), 40, "twell"),  # to be tried out
+        (0.045, (None, None), 34, "dense"),
+        (0.055, (None, None), 40, "dense"),
+        (0.055, (LEARNED, None, 0.06), 40, "twell"),
+        (0.045, (None, 0), 40, "dense"),
+        (0.045, (LEARNED, 0, 0.046), 40, "twell"),
+        (0.045, (LEARNED, 0, 0.044), 40, "dense"),
+        (0.045, (LEARNED, 0, 0.046), 34, "dense"),
+        (0.009, (LEARNED, 0, 0.0), 40, "twell"),  # as without sharing
     ):
-        layer.auto_state = without_gate.auto_state = ffn.AutoState(between, 0, *sharing)
-        assert layer.next_path(tokens) == path
-        assert without_gate.next_path(tokens) == "dense"
-    layer.auto_state = ffn.AutoState(ffn.GPU_SHARING_DENSITY_NARROW, 0, LEARNED, 0)
-    assert layer.next_path(40) == "dense"
+        layer.auto_state = without_gate.auto_state = ffn.AutoState(density, 0, *sharing)
+        assert layer.next_path(tokens) == path, (density, sharing)
+        assert without_gate.next_path(tokens) == ("twell" if density < 0.01 else "dense")
 
 
 def test_tokens_of_other_paths_count(rng, machine, layer_calls):

@@ -91,11 +91,13 @@ DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 # of a generated text, where counting would cost a tenth of the layer's time.
 TOKENS_A_MEASUREMENT = 16
 # On a GPU, whether blocks of tokens share neurons is measured once in so many tokens, in calls of
-# at least the second number of them; it takes 2 to 4 ms. Where they do, the TwELL path is faster
-# up to higher densities, and up to these it is tried out (one H200, M = 16384, D = 2048, F = 5632,
-# at a density of 0.0146: see kernels/twell/README.md).
+# at least the second number of them; it takes 2 to 4 ms. Where they do, the TwELL path can be
+# faster at higher densities. That is tried out up to this density (0.044 was the highest at which
+# it was even, one H200: see kernels/twell/README.md), and the path taken up to the density that is
+# then reckoned. Tried in vain, a call takes up to 3.5 times as long as a dense one: of 256 of 16384
+# tokens, one.
 TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**22, 4096
-GPU_SHARING_DENSITY, GPU_SHARING_DENSITY_NARROW = 0.02, 0.015
+GPU_SHARING_DENSITY = 0.05
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,15 @@ class AutoState(NamedTuple):
         path is set; None where they do not.
     sharing_tokens : int or None
         Tokens seen since that was last measured; None before.
+    densest : float
+        Density up to which ``auto`` takes the path ``twell`` because they share.
     """
 
     density: float | None = None
     unmeasured_tokens: int = 0
     learned: Any = None
     sharing_tokens: int | None = None
+    densest: float = 0.0
 
 
 class _LastCall(NamedTuple):
@@ -501,8 +506,8 @@ class FeedForward:
         if tokens_on_gpu is not None:
             shape = self.parameters()[0].shape
             limit = _gpu_auto_density(tokens_on_gpu, *shape)
-            if limit > 0 and self._could_share(tokens_on_gpu):
-                limit = max(limit, _sharing_density(shape[1]))
+            if limit > 0 and tokens_on_gpu >= FEWEST_SHARING and self._has_gate:
+                limit = max(limit, self._densest_sharing)
         return "twell" if density is not None and density < limit else "dense"
 
     def _chooses(self, on_gpu: bool) -> bool:
@@ -522,12 +527,12 @@ class FeedForward:
     def _has_gate(self) -> bool:
         return self.operation == "gated_ffn"
 
-    def _could_share(self, tokens: int) -> bool:
-        """Return whether blocks of tokens share neurons, or it has to be tried out."""
+    @property
+    def _densest_sharing(self) -> float:
+        """Density up to which blocks of tokens share neurons, or it has to be tried out."""
         state = self.auto_state
         is_open = state.sharing_tokens is None
-        shares = state.learned is not None
-        return tokens >= FEWEST_SHARING and (shares or is_open) and self._has_gate
+        return max(state.densest, GPU_SHARING_DENSITY) if is_open else state.densest
 
     def _measure_sharing(self, activations: Any, x: Array) -> None:
         """Find out now and then whether blocks of tokens are to share neurons in the next call.
@@ -538,8 +543,10 @@ class FeedForward:
         self.count_sharing_tokens(tokens)
         if self.auto_state.sharing_tokens is None and activations is not None:
             family = importlib.import_module(f"{twell.__name__}.cuda")
-            learned = family.learn_to_share(activations, width, self.auto_state.learned)
-            self.auto_state = self.auto_state._replace(learned=learned, sharing_tokens=0)
+            learned, densest = family.learn_to_share(activations, width, self.auto_state.learned)
+            self.auto_state = self.auto_state._replace(
+                learned=learned, sharing_tokens=0, densest=densest
+            )
 
     def measures_sharing(self, tokens: int) -> bool:
         """Return whether a call on the path ``twell`` of a GPU is to measure sharing."""
@@ -740,11 +747,6 @@ def _gpu_auto_density(tokens: int, neurons: int, width: int) -> float:
     if tokens * neurons * width < GPU_AUTO_SIZE:
         return 0.0
     return GPU_AUTO_DENSITY_NARROW if width < NARROW else GPU_AUTO_DENSITY
-
-
-def _sharing_density(width: int) -> float:
-    """Return the density below which it does where blocks of tokens share neurons."""
-    return GPU_SHARING_DENSITY_NARROW if width < NARROW else GPU_SHARING_DENSITY
 
 
 def _is_recorded(x: Array) -> bool:

@@ -70,7 +70,7 @@ from twell_numba.kernels.twell.cuda_tail import (
     tail_up,
 )
 from twell_numba.kernels.twell.entry_transpose import list_by_neuron
-from twell_numba.kernels.twell.token_groups import LearnedPattern, order_tokens
+from twell_numba.kernels.twell.token_groups import LearnedPattern, Sharing, order_tokens
 
 # TwELL's layout unless another is asked for. Memory grows with the slots; in trained sparse models
 # at most 28 of 256 neurons fire for a token.
@@ -299,7 +299,7 @@ def activation_statistics_on_gpu(
 
 def learn_to_share(
     activations: DeviceActivations, width: int, learned: LearnedPattern | None = None
-) -> LearnedPattern | None:
+) -> Sharing:
     """Learn which tokens need the same neurons; waits for the GPU.
 
     Parameters
@@ -313,9 +313,9 @@ def learn_to_share(
 
     Returns
     -------
-    LearnedPattern or None
-        For :func:`gated_ffn_forward`; ``learned`` itself if it is about as good as what would be
-        learned now, None if sharing would not be faster.
+    Sharing
+        With what is for :func:`gated_ffn_forward`: ``learned`` itself if it is about as good as
+        what would be learned now, None if sharing would not be faster.
     """
     return shared_neurons.learn_to_share(activations, width, learned)
 

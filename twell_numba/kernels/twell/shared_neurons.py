@@ -111,7 +111,7 @@ from twell_numba.kernels.twell.shared_lists import (
     SharedNeurons,
     list_shared_neurons,
 )
-from twell_numba.kernels.twell.token_groups import LearnedPattern, order_tokens
+from twell_numba.kernels.twell.token_groups import LearnedPattern, Sharing, order_tokens
 
 # Warpgroups of a block that multiply, ROWS tokens each; one more brings their operands.
 CONSUMERS = 2
@@ -151,6 +151,13 @@ WORTH_LEARNING = 1.05
 # Of all rows; such layers are no faster where blocks share.
 MOST_IN_TAIL = 1 / 64
 LEAST_NUMBERS = 2**23
+# Measured, in us, of the forward pass but for the product that packs, for D = 2048 and M = 16384
+# (see README.md): launches and the like; by M, what is done once; by M and D, a neuron of a block;
+# by M, as many entries as there are rows. And dense, by M, a neuron, in parts without D and by D.
+LAUNCHED, ONCE, SHARED_NEURON, ENTRY = 75.0, 20.0, 0.19, 0.665
+DENSE_ACTIVATION, DENSE_PRODUCTS = 0.034, 0.151
+# Blocks are to share where they are reckoned to take so much of the dense time.
+WORTH_SHARING = 0.95
 
 
 # ---- What both kernels do
@@ -769,22 +776,23 @@ def _can_list(packed: DeviceActivations) -> bool:
 
 def learn_to_share(
     packed: DeviceActivations, width: int, learned: LearnedPattern | None = None
-) -> LearnedPattern | None:
-    """Return by what sharing is faster than strips, with tokens like these, or None.
+) -> Sharing:
+    """Return by what sharing is faster than strips, with tokens like these, and up to when.
 
     Waits for the GPU. See :func:`twell_numba.kernels.twell.cuda.learn_to_share`.
     """
     (rows, neurons), stream = packed.shape, packed.values.stream
     if not _can_list(packed) or rows * width < LEAST_NUMBERS:
-        return None
+        return Sharing()
     if int(packed.tail_count.to_numpy()[0]) > MOST_IN_TAIL * rows:
-        return None
+        return Sharing()
     lists, _ = list_by_neuron(packed)
     newly_learned = learn_pattern(packed, lists)
     starts = lists.neuron_starts.to_numpy()
+    entries = int(starts[-1])
     needed = neurons_of_blocks(packed, newly_learned)
-    if needed is None or starts[-1] < ENTRIES_A_NEURON * needed:
-        return None
+    if needed is None or entries < ENTRIES_A_NEURON * needed.sum():
+        return Sharing()
     tokens_of = np.diff(starts)
     hot = hot_neurons.choose_hot_neurons(tokens_of, rows, width)
     if learned is not None:
@@ -793,20 +801,53 @@ def learn_to_share(
         then, now = (
             hot_neurons.expected_microseconds(tokens_of, which, rows, width) for which in (old, hot)
         )
-        is_as_good = needed_before is not None and needed_before <= needed * WORTH_LEARNING
-        if is_as_good and then <= now * WORTH_LEARNING:
-            return learned
-    return replace(newly_learned, hot=hot_neurons.hold_hot_neurons(hot, neurons, stream))
+        most = needed.sum() * WORTH_LEARNING
+        if (
+            needed_before is not None
+            and needed_before.sum() <= most
+            and then <= now * WORTH_LEARNING
+        ):
+            return Sharing(learned, densest_sharing(needed_before, entries, packed, width))
+    hot_on_gpu = hot_neurons.hold_hot_neurons(hot, neurons, stream)
+    densest = densest_sharing(needed, entries, packed, width)
+    return Sharing(replace(newly_learned, hot=hot_on_gpu), densest)
 
 
-def neurons_of_blocks(packed: DeviceActivations, learned: LearnedPattern) -> int | None:
-    """Return how many neurons all blocks have together; None where one cannot share.
+def neurons_of_blocks(packed: DeviceActivations, learned: LearnedPattern) -> np.ndarray | None:
+    """Return how many neurons each block has, as int64; None where one cannot share.
 
     Waits for the GPU.
     """
     order, room = order_tokens(packed, learned), room_for(packed.neurons)
     counts = list_shared_neurons(packed, order, room, moves=False).counts.to_numpy()
-    return int(counts.sum(dtype=np.int64)) if counts.all() else None
+    return counts.astype(np.int64) if counts.all() else None
+
+
+def densest_sharing(
+    needed: np.ndarray, entries: int, packed: DeviceActivations, width: int
+) -> float:
+    """Return the fraction of neurons firing up to which sharing is to be faster than dense.
+
+    Blocks' neurons are taken to become more, and fewer, as entries do; in fact they change less.
+
+    Parameters
+    ----------
+    needed : ndarray of int64
+        Neurons of each block.
+    entries : int
+        Of all rows.
+    packed : DeviceActivations
+        Theirs.
+    width : int
+        D.
+    """
+    rows, neurons = packed.shape
+    strips, tokens = width / 2048, rows / 16384
+    dense = tokens * neurons * (DENSE_ACTIVATION + DENSE_PRODUCTS * strips)
+    left = WORTH_SHARING * dense - LAUNCHED - ONCE * tokens
+    taken = tokens * (SHARED_NEURON * strips * needed.mean() + ENTRY * entries / rows)
+    growth = float(min(left / taken, room_for(neurons) / needed.max()))
+    return min(1.0, max(0.0, growth) * entries / (rows * neurons))
 
 
 def room_for(neurons: int) -> int:

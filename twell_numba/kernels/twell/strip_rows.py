@@ -171,11 +171,10 @@ def backward_entries(
     del entry_places  # memory for what follows
     if packed.gated:
         dx = row_lists.sum_two(weights[0], weights[1])
-        of_inputs = (pattern_grad, up_grad)
     else:
         dx = row_lists.sum_one(weights[1])
-        of_inputs = (up_grad,)
     del row_lists
+    of_inputs = (pattern_grad, up_grad) if packed.gated else (up_grad,)
     add_weight_gradients(dy, x, lists, (down_grad, *of_inputs))
     return dx
 

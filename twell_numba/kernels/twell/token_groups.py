@@ -26,6 +26,7 @@ sides 16, 18 and 22, and 5; with scores in bfloat16, two neurons at a time, and 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -80,6 +81,22 @@ class LearnedPattern:
 
     scores: DeviceArray
     hot: HotNeurons | None = None
+
+
+class Sharing(NamedTuple):
+    """What a batch says of letting blocks of tokens share neurons.
+
+    Attributes
+    ----------
+    learned : LearnedPattern or None
+        By which that is faster than gathering each token's; None if it is not.
+    densest : float
+        Fraction of neurons firing up to which the layer's forward pass is then reckoned to be
+        faster than the dense one, if what fires becomes more or less in proportion.
+    """
+
+    learned: LearnedPattern | None = None
+    densest: float = 0.0
 
 
 def order_tokens(packed: DeviceActivations, learned: LearnedPattern) -> DeviceArray:
