@@ -179,16 +179,16 @@ def test_hot_neurons_are_learned_and_learned_anew(hopper_machine, monkeypatch):
     fires = np.eye(128, 40, dtype=bool)  # for one token each
     fires[:, [3, 8, 31, 32]] = True
     packed = make_packed(hopper_machine, fires)
-    learned = shared_neurons.learn_to_share(packed, 8)
+    learned, _ = shared_neurons.learn_to_share(packed, 8)
     np.testing.assert_array_equal(learned.hot.neurons.to_numpy(), [3, 8, 31, 32])
     np.testing.assert_array_equal(np.flatnonzero(learned.hot.is_hot.to_numpy()), [3, 8, 31, 32])
-    assert shared_neurons.learn_to_share(packed, 8, learned) is learned
+    assert shared_neurons.learn_to_share(packed, 8, learned).learned is learned
     # other neurons fire for as many tokens
     packed = make_packed(hopper_machine, fires[:, ::-1])
-    again = shared_neurons.learn_to_share(packed, 8, learned)
+    again, _ = shared_neurons.learn_to_share(packed, 8, learned)
     np.testing.assert_array_equal(again.hot.neurons.to_numpy(), [7, 8, 31, 36])
     monkeypatch.setattr(hot_neurons, "LAUNCHED", 1e6)
-    assert shared_neurons.learn_to_share(packed, 8).hot is None
+    assert shared_neurons.learn_to_share(packed, 8).learned.hot is None
 
 
 # M, D, F, entries a row
@@ -205,6 +205,10 @@ def make_layer(rng, machine, problem):
     host[2][:, 0] = -np.quantile(rng.standard_normal(10_000), 1 - entries / neurons)
     host[2][::8, 0] = -1
     return [machine.upload(array.astype(BFLOAT16)) for array in host]
+
+
+def make_scores(rng, machine, neurons):
+    return machine.upload(rng.integers(0, 128, (neurons, GROUPS), np.uint8))
 
 
 def run_layer(arrays, learned, gradients):
@@ -229,7 +233,7 @@ def test_a_layer_is_what_it_is_without_hot_neurons(
     for problem in hopper_machine.shapes(LAYER_SMALL, LAYER_LARGE):
         arrays = make_layer(rng, hopper_machine, problem)
         stream, neurons = hopper_machine.gpu.stream, problem[2]
-        scores = hopper_machine.upload(rng.random((neurons, GROUPS)).astype(BFLOAT16))
+        scores = make_scores(rng, hopper_machine, neurons)
         hot = np.arange(0, neurons, 8, dtype=np.int32)
         held = hot_neurons.hold_hot_neurons(hot, neurons, stream)
         results = []
@@ -243,12 +247,40 @@ def test_a_layer_is_what_it_is_without_hot_neurons(
             assert relative_error(with_hot, without.astype(np.float64)) <= 1e-4
 
 
+def test_a_token_without_a_gradient_makes_those_of_hot_neurons_nan(
+    rng, hopper_machine, monkeypatch
+):
+    monkeypatch.setattr(hot_neurons, "FEWEST_TOKENS", 8)
+    x, dy, *weights = make_layer(rng, hopper_machine, LAYER_SMALL[0])
+    stream, neurons, column = hopper_machine.gpu.stream, LAYER_SMALL[0][2], 3
+    host = dy.to_numpy()
+    host[5, column] = np.nan
+    dy = hopper_machine.upload(host)
+    hot = np.arange(0, neurons, 16, dtype=np.int32)
+    held = hot_neurons.hold_hot_neurons(hot, neurons, stream)
+    learned = LearnedPattern(make_scores(rng, hopper_machine, neurons), held)
+    gradients = [zeros(weight.shape, np.float32, stream) for weight in weights]
+    dx = run_layer((x, dy, *weights), learned, gradients).to_numpy().astype(np.float32)
+    assert np.isnan(dx[5]).all()
+    assert not np.isnan(np.delete(dx, 5, axis=0)).any()
+    fires = x.to_numpy()[5].astype(np.float64) @ weights[0].to_numpy().astype(np.float64).T > 0
+    is_nan = fires.copy()
+    is_nan[hot] = True
+    assert is_nan.sum() > fires.sum() > 0
+    assert not is_nan.all()
+    gate_grad, up_grad, down_grad = (gradient.to_numpy() for gradient in gradients)
+    np.testing.assert_array_equal(np.isnan(down_grad[:, column]), is_nan)
+    assert not np.isnan(np.delete(down_grad, column, axis=1)).any()
+    for gradient in (gate_grad, up_grad):  # dh is NaN where the neuron fires
+        np.testing.assert_array_equal(np.isnan(gradient).all(1), fires)
+
+
 def test_same_bits_in_every_run_and_in_a_recording(rng, hopper_machine):
     if not hopper_machine.is_real:
         pytest.skip("of a real GPU alone")
     arrays = make_layer(rng, hopper_machine, LAYER_LARGE[0])
     stream, neurons = hopper_machine.gpu.stream, LAYER_LARGE[0][2]
-    scores = hopper_machine.upload(rng.random((neurons, GROUPS)).astype(BFLOAT16))
+    scores = make_scores(rng, hopper_machine, neurons)
     hot = np.arange(0, neurons, 8, dtype=np.int32)
     learned = LearnedPattern(scores, hot_neurons.hold_hot_neurons(hot, neurons, stream))
     gradients = [zeros(weight.shape, np.float32, stream) for weight in arrays[2:]]
