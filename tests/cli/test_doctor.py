@@ -344,6 +344,14 @@ def test_no_compilation_is_a_problem_in_the_report(monkeypatch: pytest.MonkeyPat
     assert "plain Python" not in result.stdout
 
 
+def test_without_threads_numba_has_nothing_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "0")
+    result = invoke()
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert "NUMBA_NUM_THREADS='0' given" in line
+
+
 def test_no_folder_for_the_cache_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
         stats = SimpleNamespace(cache_path=None)

@@ -180,7 +180,13 @@ def test_too_little_memory_says_what_needs_less(
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TWELL_NUM_THREADS", "0"), ("TWELL_NUM_THREADS", "many"), ("NUMBA_DISABLE_JIT", "1")],
+    [
+        ("TWELL_NUM_THREADS", "0"),
+        ("TWELL_NUM_THREADS", "many"),
+        ("NUMBA_DISABLE_JIT", "1"),
+        ("NUMBA_NUM_THREADS", "0"),
+        ("NUMBA_NUM_THREADS", "abc"),
+    ],
 )
 @pytest.mark.parametrize(
     "command",

@@ -29,6 +29,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
     from twell_numba.device import machine
     from twell_numba.infer.gpu_report import describe_gpus
 
+    machine.require_numba_threads()
     report: dict[str, Any] = {
         "twell_numba": __version__,
         "python": platform.python_version(),

@@ -16,7 +16,7 @@ import numpy as np
 
 from twell_numba.device.gpu_packages import installed_version
 from twell_numba.device.threads import requested_thread_count, thread_count
-from twell_numba.errors import UsageError
+from twell_numba.errors import UsageError, shown
 
 REQUIRED_PACKAGES = (
     "numpy",
@@ -58,6 +58,30 @@ def require_usable_environment() -> None:
         jit_disabled = False
     if jit_disabled:
         raise UsageError(_NEEDS_COMPILATION)
+    require_numba_threads()
+
+
+def require_numba_threads() -> None:
+    """Refuse what NUMBA_NUM_THREADS says if Numba cannot be imported, or warns of it at length.
+
+    Raises
+    ------
+    UsageError
+    """
+    written = os.environ.get("NUMBA_NUM_THREADS", "").strip()
+    if written and not _is_thread_count(written):
+        raise UsageError(
+            f"NUMBA_NUM_THREADS={shown(written)} given in the environment, a whole number above 0 "
+            "wanted by Numba; unset it: kernels here go by TWELL_NUM_THREADS"
+        )
+
+
+def _is_thread_count(written: str) -> bool:
+    """Return whether Numba takes a value of NUMBA_NUM_THREADS."""
+    try:
+        return int(written) > 0
+    except ValueError:
+        return False
 
 
 def package_versions() -> dict[str, str | None]:
