@@ -81,8 +81,6 @@ def _rows(
     model: Transformer, tokens: Any, rounds: int, counter: "EnergyCounter | None"
 ) -> list[dict[str, Any]]:
     results = {path: _first_logits(model, tokens, path) for path in PATHS}
-    on_gpu = None if model.stream is None else tokens.size
-    taken = [ffn.next_path(on_gpu) for ffn in model.ffn_layers]
     calls: dict[str, Callable[[], object]] = {path: _forward(model, tokens, path) for path in PATHS}
     if model.stream is None:
         milliseconds = time_in_turn(calls, rounds)
@@ -93,6 +91,8 @@ def _rows(
         millijoules = energy_in_turn_on_gpu(calls, model.stream, counter)
         energy |= {path: millijoules[path] / tokens.size for path in PATHS}
     counts = [ffn.statistics.nonzeros / tokens.size for ffn in model.ffn_layers]
+    on_gpu, model.ffn_path = None if model.stream is None else tokens.size, "auto"
+    taken = [ffn.next_path(on_gpu) for ffn in model.ffn_layers]
     config = model.config
     names = {path: path for path in PATHS} | {"auto": f"auto ({', '.join(sorted(set(taken)))})"}
     return [

@@ -252,6 +252,10 @@ class RecordedStep:
             if is_recorded:  # other calls count for themselves
                 for ffn in self._model.ffn_layers:
                     ffn.count_sharing_tokens(self._tokens_at_once)
+            if self._is_to_be_measured(self._next_kernels()):
+                # all layers at once: what is recorded has to be recorded anew for any of them
+                for ffn in self._model.ffn_layers:
+                    ffn.measure_sharing_anew()
 
     def _is_to_be_measured(self, kernels: _Kernels) -> bool:
         """Return whether a layer is to measure sharing, which no replay does."""

@@ -317,11 +317,17 @@ class Trainer:
         self._require_finite_gradient(step, norm, loss, scale, statistics)
         self.optimizer.step_count = step
         if self.model.ffn_path == "auto" and self.model.weight_format == "dense":
-            for ffn, nonzeros in zip(
-                self.model.ffn_layers, statistics.nonzeros_per_token(), strict=True
+            for ffn, nonzeros, path in zip(
+                self.model.ffn_layers,
+                statistics.nonzeros_per_token(),
+                statistics.paths,
+                strict=True,
             ):
-                density = nonzeros / self.config.d_ffn
-                ffn.auto_state = ffn.auto_state._replace(density=density, unmeasured_tokens=0)
+                ffn.auto_state = ffn.auto_state._replace(
+                    density=nonzeros / self.config.d_ffn,
+                    unmeasured_tokens=0,
+                    took_twell=path == "twell",
+                )
         return measured
 
     def _next_batch(self, step: int) -> "Batch | None":
@@ -474,17 +480,20 @@ def _part_of(state: dict[str, Any], name: str) -> Iterator[Any]:
 def _auto_state(saved: Any) -> AutoState:
     """Return a layer's state as it was saved; older checkpoints hold the first two or four."""
     density, unmeasured_tokens, *sharing = saved
-    is_learned, sharing_tokens, *since = sharing or (False, None)
-    (densest,) = since or (0.0,)
+    is_learned, sharing_tokens, *limit = sharing or (False, None)
+    densest, took_twell = limit or (0.0, False)
     if (
         not (density is None or _is_density(density))
         or not _is_count(unmeasured_tokens)
         or type(is_learned) is not bool
         or not (sharing_tokens is None or _is_count(sharing_tokens))
         or not _is_density(densest)
+        or type(took_twell) is not bool
     ):
         raise ValueError(f"{saved!r} in ffn_auto")
-    return AutoState(density, unmeasured_tokens, None, sharing_tokens, densest)
+    if is_learned and not limit:
+        sharing_tokens = None  # up to which density is still to be measured
+    return AutoState(density, unmeasured_tokens, None, sharing_tokens, densest, took_twell)
 
 
 def _is_density(number: Any) -> bool:
@@ -499,5 +508,6 @@ def _saved_state(state: AutoState) -> list[Any]:
     """Return a layer's state in values JSON can hold; what it learned is among the arrays."""
     is_learned = state.learned is not None
     return [
-        state.density, state.unmeasured_tokens, is_learned, state.sharing_tokens, state.densest
+        state.density, state.unmeasured_tokens, is_learned, state.sharing_tokens, state.densest,
+        state.took_twell,
     ]  # fmt: skip

@@ -1,7 +1,5 @@
 """Products by blocks of tokens that share neurons, for Hopper GPUs, against NumPy in float64."""
 
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -250,6 +248,12 @@ def test_sharing_is_learned_where_it_is_faster(rng, hopper_machine, monkeypatch)
         groups, densest = shared_neurons.learn_to_share(packed, 8)
         assert (groups is not None) == is_worth
         assert densest == 0  # launches alone take longer than so small a dense layer
+    monkeypatch.setattr(shared_neurons, "LAUNCHED", -1e6)
+    most = 1.25 * (gate != 0).mean()  # of more nothing is known
+    learned = shared_neurons.learn_to_share(packed, 8)
+    assert learned.densest == pytest.approx(most)
+    kept = shared_neurons.learn_to_share(packed, 8, learned.learned)
+    assert (kept.learned is learned.learned, kept.densest) == (True, learned.densest)
     packed.tail_count.copy_from(np.array([3], np.int32))  # of 128
     assert shared_neurons.learn_to_share(packed, 8, groups) == (None, 0)
     packed.tail_count.fill_with_zeros()
@@ -277,13 +281,17 @@ def test_sharing_is_learned_where_it_is_faster(rng, hopper_machine, monkeypatch)
 def test_sharing_is_reckoned_to_be_faster_than_dense_where_it_was(
     tokens, width, neurons, entries, needed, ratio
 ):
-    packed = SimpleNamespace(shape=(tokens, neurons))
+    def densest(blocks, in_tail=0, entries=entries):
+        shape = (tokens, neurons)
+        return shared_neurons.densest_sharing(blocks, tokens * entries, in_tail, shape, width)
+
     blocks = np.full(tokens // 128, needed)
-    densest = shared_neurons.densest_sharing(blocks, tokens * entries, packed, width)
-    assert (entries / neurons < densest) == (ratio > 1)
-    blocks[0] = shared_neurons.room_for(neurons)  # whose block can have no more
-    densest = shared_neurons.densest_sharing(blocks, tokens * entries, packed, width)
-    assert densest <= entries / neurons
+    assert (entries / neurons < densest(blocks)) == (ratio > 1)
+    assert densest(blocks, in_tail=tokens) == 0
+    assert densest(np.full_like(blocks, 1), entries=1) == pytest.approx(1.25 / neurons)
+    assert densest(np.full_like(blocks, 1), entries=250) <= 256 / neurons  # a row's, at most
+    blocks[0] = shared_neurons.room_for(neurons)  # a block can have no more
+    assert densest(blocks) <= entries / neurons
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one", "two"])

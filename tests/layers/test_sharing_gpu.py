@@ -28,7 +28,9 @@ def layer_calls(monkeypatch):
 
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 35)
     monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 100)
+    monkeypatch.setattr(ffn, "CALLS_A_MEASUREMENT_OF_SHARING", 2)
     monkeypatch.setattr(ffn, "GPU_AUTO_SIZE", 1)
+    monkeypatch.setattr(cuda, "can_share", lambda weight, tokens: True)
     monkeypatch.setattr(cuda, "learn_to_share", lambda activations, width, learned: answers.pop(0))
     monkeypatch.setattr(cuda, "order_tokens", lambda activations, learned: learned)
     monkeypatch.setattr(cuda.shared_neurons, "fits", lambda *arguments: True)
@@ -90,7 +92,25 @@ def test_a_layer_without_a_gate_does_not_share(rng, machine, layer_calls):
     assert layer.auto_state == ffn.AutoState()
 
 
-def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, layer_calls):
+def test_calls_are_counted_where_they_have_many_tokens(rng, layer_calls):
+    layer = GatedFFN("mlp", *rng.standard_normal((3, 40, 32)).astype(np.float32), "twell")
+    layer.auto_state = ffn.AutoState(sharing_tokens=0)
+    for seen in (1000, None):  # more tokens than are asked for, but two calls
+        layer.count_sharing_tokens(1000)
+        assert layer.auto_state.sharing_tokens == seen
+
+
+def test_auto_notes_which_path_was_taken(rng, machine, layer_calls):
+    layer, call = make_call(rng, machine, GatedFFN, "auto")
+    for density, took_twell in ((0.0, True), (0.9, False)):
+        layer.auto_state = ffn.AutoState(density, sharing_tokens=0)
+        call(40)
+        assert layer.auto_state.took_twell == took_twell
+
+
+def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(
+    rng, layer_calls, monkeypatch
+):
     weights = rng.standard_normal((3, 40, 32)).astype(np.float32)
     layer, without_gate = GatedFFN("mlp", *weights), TwoMatrixFFN("mlp", *weights[:2])
     for density, sharing, tokens, path in (
@@ -102,11 +122,25 @@ def test_auto_takes_the_path_at_higher_densities_where_neurons_are_shared(rng, l
         (0.045, (LEARNED, 0, 0.046), 40, "twell"),
         (0.045, (LEARNED, 0, 0.044), 40, "dense"),
         (0.045, (LEARNED, 0, 0.046), 34, "dense"),
+        (0.045, (None, 0, 0.046), 40, "dense"),  # by nothing that would be known
         (0.009, (LEARNED, 0, 0.0), 40, "twell"),  # as without sharing
+        (0.047, (LEARNED, 0, 0.046, True), 40, "twell"),  # the path is kept
+        (0.049, (LEARNED, 0, 0.046, True), 40, "dense"),
+        (0.0104, (None, 0, 0.0, True), 34, "twell"),
+        (0.0104, (None, 0, 0.0, False), 34, "dense"),
     ):
         layer.auto_state = without_gate.auto_state = ffn.AutoState(density, 0, *sharing)
         assert layer.next_path(tokens) == path, (density, sharing)
-        assert without_gate.next_path(tokens) == ("twell" if density < 0.01 else "dense")
+        limit = 0.0105 if sharing[3:] == (True,) else 0.01
+        assert without_gate.next_path(tokens) == ("twell" if density < limit else "dense")
+    layer.auto_state = ffn.AutoState(0.045)
+    monkeypatch.setattr(ffn, "GPU_SHARING_ENTRIES", 1.6)  # of 40 neurons
+    assert layer.next_path(40) == "dense"
+    monkeypatch.setattr(ffn, "GPU_SHARING_ENTRIES", 2)
+    assert layer.next_path(40) == "twell"
+    monkeypatch.setattr(cuda, "can_share", lambda weight, tokens: False)
+    assert layer.next_path(40) == "dense"
+    assert not layer.measures_sharing(40)
 
 
 def test_tokens_of_other_paths_count(rng, machine, layer_calls):

@@ -482,7 +482,10 @@ DAMAGED_VALUES = {
         *[[[0.5, 0], [density, 0]] for density in (2, -0.1, float("nan"), "0.5", True, [])],
         *[[[0.5, 0], [0.5, tokens]] for tokens in (-1, 0.5, float("inf"), "0", False, None)],
         *[[[0.5, 0], [0.5, 0, *sharing]] for sharing in ((0, 0), (True, -1), (False, 0.5))],
-        *[[[0.5, 0], [0.5, 0, True, 9, *densest]] for densest in ([-0.1], ["0"], [2], [0, 0])],
+        *[
+            [[0.5, 0], [0.5, 0, True, 9, *limit]]
+            for limit in ([0.1], [-0.1, True], ["0", True], [2, True], [0, 0], [0, True, 0])
+        ],
     ],
 }
 

@@ -204,6 +204,7 @@ def test_shared_neurons_are_learned_anew_between_replays(hopper_machine, monkeyp
     assert alone.model.ffn_layers[0].auto_state.learned is None
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
     monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 120)
+    monkeypatch.setattr(ffn, "CALLS_A_MEASUREMENT_OF_SHARING", 1)
     layer, learned = sharing.model.ffn_layers[0], []
     losses = []
     for _ in range(5):  # measured, compiled, recorded, replayed, measured
@@ -221,6 +222,7 @@ def test_a_resumed_run_goes_by_what_was_learned(hopper_machine, monkeypatch):
     shared_neurons_of(monkeypatch)
     monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
     monkeypatch.setattr(ffn, "TOKENS_A_MEASUREMENT_OF_SHARING", 120)
+    monkeypatch.setattr(ffn, "CALLS_A_MEASUREMENT_OF_SHARING", 1)
     trainer = trainers_of(hopper_machine, **changes)[1]
     assert trainer.model.ffn_layers[0].auto_state == ffn.AutoState()  # compiling teaches nothing
     for _ in range(2):
@@ -248,6 +250,51 @@ def test_a_resumed_run_goes_by_what_was_learned(hopper_machine, monkeypatch):
     ):
         with pytest.raises(ValueError, match="is not what a run saves"):
             trainer_of(**changes).load_state(state, arrays | damaged)
+
+
+def test_auto_goes_by_what_layers_measure_of_sharing(machine, monkeypatch):
+    from twell_numba.kernels.twell import cuda
+    from twell_numba.kernels.twell.token_groups import LearnedPattern, Sharing
+
+    scores = machine.upload(np.zeros((SMALL["d_ffn"], 128), np.uint8))
+    pattern, densest, measured = LearnedPattern(scores), [0.9], []
+
+    def learn(activations, width, learned):
+        measured.append(learned)
+        return Sharing(pattern, densest[-1])
+
+    monkeypatch.setattr(cuda, "learn_to_share", learn)
+    monkeypatch.setattr(cuda, "can_share", lambda weight, tokens: True)
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 1)
+    monkeypatch.setattr(ffn, "GPU_AUTO_SIZE", 1)
+    monkeypatch.setattr(ffn, "GPU_SHARING_DENSITY", 0.8)
+    monkeypatch.setattr(ffn, "GPU_SHARING_ENTRIES", SMALL["d_ffn"])
+    _, trainer = trainers_of(machine, ffn_path="auto")
+    layers = trainer.model.ffn_layers
+    measured.clear()  # compiling teaches nothing
+    paths = [trainer.take_step().statistics.paths[0] for _ in range(4)]
+    assert paths == ["dense", "twell", "twell", "twell"]
+    assert measured == [None, None]  # each layer has, once
+    for layer in layers:
+        state = layer.auto_state
+        assert 0.1 < state.density < 0.8
+        assert (state.learned, state.densest, state.took_twell) == (pattern, 0.9, True)
+
+    arrays = trainer.optimizer.state_arrays() | pattern_arrays(trainer.model)
+    resumed = trainer_of(ffn_path="auto")
+    resumed.load_state(json.loads(json.dumps(trainer.state_dict())), arrays)
+    for layer, other in zip(layers, resumed.model.ffn_layers, strict=True):
+        assert other.auto_state == layer.auto_state._replace(learned=None)
+
+    # one layer is due, and all measure with it: recordings are made anew for one as for all
+    state = layers[0].auto_state
+    layers[0].auto_state = state._replace(sharing_tokens=ffn.TOKENS_A_MEASUREMENT_OF_SHARING - 1)
+    trainer.recorded.discard()
+    densest.append(0.85)
+    trainer.take_step()
+    assert measured == [None, None, pattern, pattern]
+    trainer.take_step()
+    assert [layer.auto_state.densest for layer in layers] == [0.85, 0.85]
 
 
 def shared_neurons_of(monkeypatch):

@@ -90,14 +90,19 @@ DENSITY_OF_FORMAT = {"csr": CSR_DENSITY, "block_ell": BLOCK_ELL_DENSITY}
 # `auto` counts what fired once in so many tokens: at every call of a batch, but not for every token
 # of a generated text, where counting would cost a tenth of the layer's time.
 TOKENS_A_MEASUREMENT = 16
-# On a GPU, whether blocks of tokens share neurons is measured once in so many tokens, in calls of
-# at least the second number of them; it takes 2 to 4 ms. Where they do, the TwELL path can be
+# The path that was taken last is kept until the limit is passed by so much: for another one, work
+# that is recorded would be recorded anew, and a gradient that was computed ahead be thrown away.
+GPU_KEPT = 1.05
+
+# On a GPU, whether blocks of tokens share neurons is measured once in so many tokens and calls, in
+# calls of at least FEWEST_SHARING tokens; it takes 2 to 4 ms. Where they do, the TwELL path can be
 # faster at higher densities. That is tried out up to this density (0.044 was the highest at which
-# it was even, one H200: see kernels/twell/README.md), and the path taken up to the density that is
-# then reckoned. Tried in vain, a call takes up to 3.5 times as long as a dense one: of 256 of 16384
-# tokens, one.
-TOKENS_A_MEASUREMENT_OF_SHARING, FEWEST_SHARING = 2**22, 4096
-GPU_SHARING_DENSITY = 0.05
+# it was even, one H200: see kernels/twell/README.md) and so many entries a row, more than which no
+# block can have; the path is then taken up to the density that is reckoned. Tried in vain, a call
+# takes up to five times as long as a dense one.
+TOKENS_A_MEASUREMENT_OF_SHARING, CALLS_A_MEASUREMENT_OF_SHARING = 2**22, 256
+FEWEST_SHARING = 4096
+GPU_SHARING_DENSITY, GPU_SHARING_ENTRIES = 0.05, 256
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,8 @@ class AutoState(NamedTuple):
         Tokens seen since that was last measured; None before.
     densest : float
         Density up to which ``auto`` takes the path ``twell`` because they share.
+    took_twell : bool
+        Whether a GPU's last call on ``auto`` took the path ``twell``.
     """
 
     density: float | None = None
@@ -186,6 +193,7 @@ class AutoState(NamedTuple):
     learned: Any = None
     sharing_tokens: int | None = None
     densest: float = 0.0
+    took_twell: bool = False
 
 
 class _LastCall(NamedTuple):
@@ -403,13 +411,16 @@ class FeedForward:
         Raises
         ------
         RuntimeError
-            If the layer has not been called yet.
+            If the layer has not been called yet, or nothing is kept of its last call.
         """
         self.count_activations()
         if self._statistics is None and self._recorded is not None:
             self._statistics = self._recorded.on_host()
         if self._statistics is None:
-            raise RuntimeError("the FFN's statistics were asked for before its first call")
+            raise RuntimeError(
+                "the FFN's statistics were asked for before its first call, or after one that was "
+                "recorded, of which nothing is kept"
+            )
         return self._statistics
 
     def take_recorded_statistics(self) -> "RecordedStatistics":
@@ -447,10 +458,12 @@ class FeedForward:
         y, activations = forward(x, *weights, **options, **sharing)
         self._last = _LastCall(path, activations)
         if self._is_measured and not _is_recorded(x):
-            if is_on_gpu(x) and len(x) >= FEWEST_SHARING:
+            if is_on_gpu(x) and self._can_share(len(x)):
                 self._measure_sharing(activations if may_share else None, x)
             if self._chooses(is_on_gpu(x)):
                 self._measure(len(x))
+                took_twell = is_on_gpu(x) and path == "twell"
+                self.auto_state = self.auto_state._replace(took_twell=took_twell)
 
         def backprop(dy: Array) -> Array:
             gradients = [parameter.grad_buffer() for parameter in parameters]
@@ -502,12 +515,8 @@ class FeedForward:
             return held
         if not self._chooses(on_gpu):
             return "dense"
-        density, limit = self.auto_state.density, AUTO_DENSITY
-        if tokens_on_gpu is not None:
-            shape = self.parameters()[0].shape
-            limit = _gpu_auto_density(tokens_on_gpu, *shape)
-            if limit > 0 and tokens_on_gpu >= FEWEST_SHARING and self._has_gate:
-                limit = max(limit, self._densest_sharing)
+        limit = AUTO_DENSITY if tokens_on_gpu is None else self._gpu_limit(tokens_on_gpu)
+        density = self.auto_state.density
         return "twell" if density is not None and density < limit else "dense"
 
     def _chooses(self, on_gpu: bool) -> bool:
@@ -527,12 +536,29 @@ class FeedForward:
     def _has_gate(self) -> bool:
         return self.operation == "gated_ffn"
 
+    def _gpu_limit(self, tokens: int) -> float:
+        """Return the density below which ``auto`` takes the path ``twell`` on a GPU."""
+        neurons, width = self.parameters()[0].shape
+        limit = _gpu_auto_density(tokens, neurons, width)
+        if limit > 0 and self._can_share(tokens):
+            limit = max(limit, self._densest_sharing)
+        return limit * GPU_KEPT if self.auto_state.took_twell else limit
+
+    def _can_share(self, tokens: int) -> bool:
+        """Return whether there are kernels by which blocks of so many tokens share neurons."""
+        if tokens < FEWEST_SHARING or not self._has_gate:
+            return False
+        family = importlib.import_module(f"{twell.__name__}.cuda")
+        return bool(family.can_share(self.parameters()[0].operand, tokens))
+
     @property
     def _densest_sharing(self) -> float:
         """Density up to which blocks of tokens share neurons, or it has to be tried out."""
-        state = self.auto_state
-        is_open = state.sharing_tokens is None
-        return max(state.densest, GPU_SHARING_DENSITY) if is_open else state.densest
+        state, neurons = self.auto_state, self.parameters()[0].shape[0]
+        densest = 0.0 if state.learned is None else state.densest
+        if state.sharing_tokens is not None:
+            return densest
+        return max(densest, min(GPU_SHARING_DENSITY, GPU_SHARING_ENTRIES / neurons))
 
     def _measure_sharing(self, activations: Any, x: Array) -> None:
         """Find out now and then whether blocks of tokens are to share neurons in the next call.
@@ -550,8 +576,11 @@ class FeedForward:
 
     def measures_sharing(self, tokens: int) -> bool:
         """Return whether a call on the path ``twell`` of a GPU is to measure sharing."""
-        is_due = self.auto_state.sharing_tokens is None
-        return is_due and tokens >= FEWEST_SHARING and self._has_gate
+        return self.auto_state.sharing_tokens is None and self._can_share(tokens)
+
+    def measure_sharing_anew(self) -> None:
+        """Let the next call that can measure whether blocks of tokens share neurons."""
+        self.auto_state = self.auto_state._replace(sharing_tokens=None)
 
     def count_sharing_tokens(self, tokens: int) -> None:
         """Count the tokens of a call; enough of them, and sharing is to be measured anew.
@@ -561,7 +590,8 @@ class FeedForward:
         seen = self.auto_state.sharing_tokens
         if seen is not None:
             seen += tokens
-            is_due = seen >= TOKENS_A_MEASUREMENT_OF_SHARING
+            calls = CALLS_A_MEASUREMENT_OF_SHARING
+            is_due = seen >= max(TOKENS_A_MEASUREMENT_OF_SHARING, calls * tokens)
             self.auto_state = self.auto_state._replace(sharing_tokens=None if is_due else seen)
 
     def _measure(self, tokens: int) -> None:

@@ -261,7 +261,10 @@ class Transformer:
 
     @property
     def ffn_layers(self) -> list[GatedFFN | TwoMatrixFFN]:
-        """The feedforward layers, of which each holds the statistics of its last call."""
+        """The feedforward layers, of which each holds the statistics of its last call.
+
+        (Nothing of a call that was recorded for training or decoding.)
+        """
         return [block.ffn for block in self.blocks]
 
     @property

@@ -205,7 +205,7 @@ def record_graph(stream: Stream | None = None) -> Iterator[Graph]:
     stream.gpu.make_current()
     if stream.capture is not None:
         raise RuntimeError("a stream that is recording given, one recording at a time wanted")
-    stream.synchronize()  # what earlier work frees is then there for the recording, not more
+    stream.synchronize()  # so that the recording takes memory that earlier work frees, not more
     graph = Graph(stream)
     mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     call("cuStreamBeginCapture", stream.handle, mode)

@@ -297,6 +297,19 @@ def activation_statistics_on_gpu(
     return totals, activations.fired
 
 
+def can_share(pattern_weight: DeviceArray, tokens: int) -> bool:
+    """Return whether blocks of tokens can share neurons of a gated layer, so that it may be faster.
+
+    Parameters
+    ----------
+    pattern_weight : DeviceArray, shape (F, D)
+        That decides which neurons fire.
+    tokens : int
+        M.
+    """
+    return shared_neurons.can_share(pattern_weight, tokens)
+
+
 def learn_to_share(
     activations: DeviceActivations, width: int, learned: LearnedPattern | None = None
 ) -> Sharing:

@@ -156,8 +156,11 @@ LEAST_NUMBERS = 2**23
 # by M, as many entries as there are rows. And dense, by M, a neuron, in parts without D and by D.
 LAUNCHED, ONCE, SHARED_NEURON, ENTRY = 75.0, 20.0, 0.19, 0.665
 DENSE_ACTIVATION, DENSE_PRODUCTS = 0.034, 0.151
-# Blocks are to share where they are reckoned to take so much of the dense time.
-WORTH_SHARING = 0.95
+# And rows of the tail, whatever M is: if there are any, and a row for each of F, by D.
+TAIL, TAIL_ROW = 40.0, 0.6 / 5632
+# Blocks are to share where they are reckoned to take at most so much of the dense time, and up to
+# so many times as many entries as were measured: more may not fit.
+WORTH_SHARING, MOST_GROWTH = 0.95, 1.25
 
 
 # ---- What both kernels do
@@ -766,25 +769,37 @@ def fits(
 
 def _can_list(packed: DeviceActivations) -> bool:
     """Return whether numbers of entries fit in the bits that they have, on a GPU for this."""
-    values, row_slots = packed.values, packed.tiles * packed.slots
-    is_for_it = values.gpu.capability == (9, 0) and values.dtype == ml_dtypes.bfloat16
+    row_slots = packed.tiles * packed.slots
     is_small = max(packed.neurons, row_slots) <= MOST_NEURONS and packed.shape[0] <= MOST_ROWS
     is_small = is_small and packed.slots <= MOST_SLOTS
     is_small = is_small and packed.values.size <= entry_transpose.MOST_SLOTS
-    return packed.gated and is_for_it and is_small
+    return packed.gated and _is_for_it(packed.values) and is_small
+
+
+def _is_for_it(array: DeviceArray) -> bool:
+    return array.gpu.capability == (9, 0) and array.dtype == ml_dtypes.bfloat16
+
+
+def can_share(pattern_weight: DeviceArray, tokens: int) -> bool:
+    """See :func:`twell_numba.kernels.twell.cuda.can_share`."""
+    neurons, width = pattern_weight.shape
+    is_large = tokens * width >= LEAST_NUMBERS
+    is_small = neurons <= MOST_NEURONS and tokens <= MOST_ROWS
+    return _is_for_it(pattern_weight) and is_large and is_small
 
 
 def learn_to_share(
     packed: DeviceActivations, width: int, learned: LearnedPattern | None = None
 ) -> Sharing:
-    """Return by what sharing is faster than strips, with tokens like these, and up to when.
+    """Return by what sharing is faster than strips with tokens like these, up to which density.
 
     Waits for the GPU. See :func:`twell_numba.kernels.twell.cuda.learn_to_share`.
     """
     (rows, neurons), stream = packed.shape, packed.values.stream
     if not _can_list(packed) or rows * width < LEAST_NUMBERS:
         return Sharing()
-    if int(packed.tail_count.to_numpy()[0]) > MOST_IN_TAIL * rows:
+    in_tail = int(packed.tail_count.to_numpy()[0])
+    if in_tail > MOST_IN_TAIL * rows:
         return Sharing()
     lists, _ = list_by_neuron(packed)
     newly_learned = learn_pattern(packed, lists)
@@ -795,22 +810,16 @@ def learn_to_share(
         return Sharing()
     tokens_of = np.diff(starts)
     hot = hot_neurons.choose_hot_neurons(tokens_of, rows, width)
-    if learned is not None:
-        needed_before = neurons_of_blocks(packed, learned)
+    pattern = replace(newly_learned, hot=hot_neurons.hold_hot_neurons(hot, neurons, stream))
+    before = None if learned is None else neurons_of_blocks(packed, learned)
+    if learned is not None and before is not None and before.sum() <= needed.sum() * WORTH_LEARNING:
         old = hot[:0] if learned.hot is None else learned.hot.neurons.to_numpy()
         then, now = (
             hot_neurons.expected_microseconds(tokens_of, which, rows, width) for which in (old, hot)
         )
-        most = needed.sum() * WORTH_LEARNING
-        if (
-            needed_before is not None
-            and needed_before.sum() <= most
-            and then <= now * WORTH_LEARNING
-        ):
-            return Sharing(learned, densest_sharing(needed_before, entries, packed, width))
-    hot_on_gpu = hot_neurons.hold_hot_neurons(hot, neurons, stream)
-    densest = densest_sharing(needed, entries, packed, width)
-    return Sharing(replace(newly_learned, hot=hot_on_gpu), densest)
+        if then <= now * WORTH_LEARNING:
+            pattern, needed = learned, before
+    return Sharing(pattern, densest_sharing(needed, entries, in_tail, packed.shape, width))
 
 
 def neurons_of_blocks(packed: DeviceActivations, learned: LearnedPattern) -> np.ndarray | None:
@@ -824,30 +833,36 @@ def neurons_of_blocks(packed: DeviceActivations, learned: LearnedPattern) -> np.
 
 
 def densest_sharing(
-    needed: np.ndarray, entries: int, packed: DeviceActivations, width: int
+    needed: np.ndarray, entries: int, in_tail: int, shape: tuple[int, int], width: int
 ) -> float:
     """Return the fraction of neurons firing up to which sharing is to be faster than dense.
 
-    Blocks' neurons are taken to become more, and fewer, as entries do; in fact they change less.
+    Blocks' neurons are taken to become more as entries do. They become fewer less than entries do,
+    so that sharing may begin a little early where it is slower now. And it is given up where a
+    block could have too many neurons or entries, of which it would be in the tail.
 
     Parameters
     ----------
     needed : ndarray of int64
         Neurons of each block.
     entries : int
-        Of all rows.
-    packed : DeviceActivations
-        Theirs.
+        Of all rows that are not in the tail.
+    in_tail : int
+        Rows of the tail.
+    shape : tuple
+        M and F.
     width : int
         D.
     """
-    rows, neurons = packed.shape
-    strips, tokens = width / 2048, rows / 16384
+    (rows, neurons), strips = shape, width / 2048
+    tokens = rows / 16384
     dense = tokens * neurons * (DENSE_ACTIVATION + DENSE_PRODUCTS * strips)
     left = WORTH_SHARING * dense - LAUNCHED - ONCE * tokens
+    if in_tail:
+        left -= TAIL + TAIL_ROW * in_tail * neurons * strips
     taken = tokens * (SHARED_NEURON * strips * needed.mean() + ENTRY * entries / rows)
-    growth = float(min(left / taken, room_for(neurons) / needed.max()))
-    return min(1.0, max(0.0, growth) * entries / (rows * neurons))
+    growth = float(min(left / taken, room_for(neurons) / needed.max(), MOST_GROWTH))
+    return min(max(0.0, growth) * entries / rows, ENTRIES / TOKENS) / neurons
 
 
 def room_for(neurons: int) -> int:
@@ -975,11 +990,11 @@ def backward_sums(
     shape: tuple[int, ...],
 ) -> DeviceArray:
     """Return dx (M, D) of rows of shared blocks (of others 0), from panels of dg and du."""
-    (rows, width), stream = shape, gate_weight.stream
-    maps = empty((_blocks(gate_weight), 2 * WORDS), np.int64, stream)
-    dx = empty(shape, gate_weight.dtype, stream)
+    (rows, width), blocks = shape, _blocks(panels[0])
+    maps = empty((blocks, 2 * WORDS), np.int64, panels[0].stream)
+    dx = empty(shape, panels[0].dtype, panels[0].stream)
     sum_neurons(True)(
-        _blocks(gate_weight), *(TensorMap(panel, TOKENS) for panel in panels), maps, gate_weight,
+        blocks, *(TensorMap(panel, TOKENS) for panel in panels), maps, gate_weight,
         up_weight, shared.neurons, shared.order, shared.tokens, dx, rows, width, shared.room,
     )  # fmt: skip
     return dx

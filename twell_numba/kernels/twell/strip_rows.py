@@ -14,8 +14,8 @@ statistics (or dh, dg and du) come from the same kernel.
 
 Entries of a row are listed side by side, from ``row * tiles * slots`` on: neurons, places in the
 row of the packed layout, and what they are multiplied by. For the time of a call that takes, of 16
-bits, 6 bytes a slot forward (4 more for each strip if D is above 2048), and backward 20,
-of which 12 go to :mod:`entry_transpose`.
+bits, 6 bytes a slot forward (4 more for each strip if D is above 2048), and backward 20
+(14 once dots are done), of which 12 go to :mod:`entry_transpose`.
 
 On an H200, M 16384, D 2048, F 5632, bfloat16, in ms and TB/s of the weights' rows read. The options
 are a strip's columns, entries asked for at a time, warps of a block and those that a multiprocessor
@@ -238,7 +238,7 @@ class RowLists:
     ----------
     row_counts : DeviceArray of int32, shape (M,)
     neurons, places : DeviceArray of uint16 or int32, shape (M, tiles * slots)
-        Each entry's neuron, and its place in the row of the packed layout.
+        Each entry's neuron, and its place in the row of the packed layout (until dots are done).
     first, second : DeviceArray, shape (M, tiles * slots)
         What entries are multiplied by, in the dtype of x: h, or dg and du.
     """
