@@ -32,8 +32,10 @@ MOST_THREADS = 64  # of a block; more only of kernels that lay out their shared 
 class Memory:
     """A block of the host's memory, which stands for the GPU's."""
 
-    def __init__(self, nbytes: int, graph: "EmulatedGraph | None") -> None:
-        self.bytes = np.full(nbytes + 64, 0xFF, np.uint8)
+    def __init__(
+        self, nbytes: int, graph: "EmulatedGraph | None" = None, given: np.ndarray | None = None
+    ) -> None:
+        self.bytes = np.full(nbytes + 64, 0xFF, np.uint8) if given is None else given
         self.pointer = self.bytes.ctypes.data
         self.nbytes = nbytes
         self.graph = graph
@@ -79,8 +81,10 @@ class EmulatedGraph:
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
         self.owners: list[Any] = []
-        # Memory allocated while recording, which stays as long as the graph.
+        # Memory allocated while recording, which stays as long as the graph, and what of it was
+        # freed again, by size: for later steps of the recording.
         self.buffers: list[np.ndarray] = []
+        self.free: dict[int, list[np.ndarray]] = {}
 
     def keep(self, owner: Any) -> None:
         if owner is not None and getattr(owner, "graph", None) is not self:
@@ -123,12 +127,27 @@ class EmulatedGPU:
 
     def allocate(self, nbytes: int, stream: Any) -> Memory:
         assert nbytes > 0, "an allocation of nothing"
-        graph = stream.capture
-        memory = Memory(nbytes, graph)
+        if stream.capture is not None:
+            return self._allocate_for(stream.capture, nbytes, stream)
+        memory = Memory(nbytes)
         self.regions[memory.pointer] = nbytes
-        if graph is not None:
+        weakref.finalize(memory, self.regions.pop, memory.pointer)
+        return memory
+
+    def _allocate_for(self, graph: EmulatedGraph, nbytes: int, stream: Any) -> Memory:
+        """Allocate while a graph is recorded: it hands freed memory out again."""
+        free = graph.free.setdefault(nbytes, [])
+        memory = Memory(nbytes, graph, free.pop() if free else None)
+        if memory.pointer not in self.regions:
             graph.buffers.append(memory.bytes)
-        weakref.finalize(graph or memory, self.regions.pop, memory.pointer)
+            self.regions[memory.pointer] = nbytes
+            weakref.finalize(graph, self.regions.pop, memory.pointer)
+
+        def give_back(buffer: np.ndarray) -> None:
+            if stream.capture is graph:
+                free.append(buffer)
+
+        weakref.finalize(memory, give_back, memory.bytes)
         return memory
 
     def free_and_total(self) -> tuple[int, int]:
