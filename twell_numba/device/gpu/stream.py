@@ -193,8 +193,8 @@ def record_graph(stream: Stream | None = None) -> Iterator[Graph]:
             kernel(...)
         graph.replay()
 
-    Nothing may use the legacy default stream meanwhile. Copies to and from the host's
-    memory cannot be recorded.
+    Waits for the work given to the stream before. Nothing may use the legacy default stream
+    meanwhile. Copies to and from the host's memory cannot be recorded.
 
     Raises
     ------
