@@ -92,6 +92,18 @@ def test_a_layer_without_a_gate_does_not_share(rng, machine, layer_calls):
     assert layer.auto_state == ffn.AutoState()
 
 
+@pytest.mark.parametrize("weight_format", ["csr", "block_ell"])
+def test_a_layer_with_sparse_weights_does_not_share(rng, machine, weight_format, monkeypatch):
+    monkeypatch.setattr(ffn, "FEWEST_SHARING", 35)
+    weights = rng.standard_normal((3, 40, 32)).astype(np.float32)
+    layer = GatedFFN("mlp", *weights)
+    layer.hold_weights(weight_format, 8)
+    for parameter in layer.parameters():
+        parameter.move_to_gpu(machine.gpu.stream, np.float32)
+    layer(machine.upload(rng.standard_normal((40, 32)).astype(np.float32)))
+    assert layer.auto_state == ffn.AutoState()
+
+
 def test_calls_are_counted_where_they_have_many_tokens(rng, layer_calls):
     layer = GatedFFN("mlp", *rng.standard_normal((3, 40, 32)).astype(np.float32), "twell")
     layer.auto_state = ffn.AutoState(sharing_tokens=0)

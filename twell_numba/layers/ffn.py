@@ -546,7 +546,7 @@ class FeedForward:
 
     def _can_share(self, tokens: int) -> bool:
         """Return whether there are kernels by which blocks of so many tokens share neurons."""
-        if tokens < FEWEST_SHARING or not self._has_gate:
+        if tokens < FEWEST_SHARING or not self._has_gate or self.weight_format != "dense":
             return False
         family = importlib.import_module(f"{twell.__name__}.cuda")
         return bool(family.can_share(self.parameters()[0].operand, tokens))
