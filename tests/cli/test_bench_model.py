@@ -107,6 +107,14 @@ def test_bad_requests_are_one_line(command, arguments, message):
 
 
 @pytest.mark.parametrize("command", ["model", "train"])
+def test_an_activation_without_a_sparse_path_is_refused(command):
+    result = run(command, *SMALL, "--set", "activation=silu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "activation=silu given, one with a sparse path on cpu wanted" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["model", "train"])
 @pytest.mark.parametrize("count", ["nan", "inf", "32"])
 def test_a_number_of_neurons_that_cannot_fire_is_refused(command, count):
     result = run(command, *SMALL, "--nonzeros", count)

@@ -7,6 +7,7 @@ from twell_numba.device import set_thread_count, thread_count
 from twell_numba.device.few_rows import FEW_ROWS
 from twell_numba.kernels.activation_functions import ACTIVATIONS
 from twell_numba.kernels.dense_ffn import cpu, reference
+from twell_numba.kernels.twell import cpu as twell
 
 PROBLEMS = [
     *((0, 8, 40), (1, 5, 7), (2, 4, 0), (3, 16, 33), (1, 40, 260), (2, 17, 300), (600, 64, 130)),
@@ -184,6 +185,21 @@ def test_wrong_arguments_are_refused(rng):
         cpu.gated_ffn_backward(x[:2], x[:2], *weights, activations, 0.0, *gradients)
     with pytest.raises(TypeError, match="activations of type NoneType given"):
         cpu.gated_ffn_backward(x, x, *weights, None, 0.0, *gradients)
+    for name, weight in (("gate_grad", 0), ("up_grad", 1), ("down_grad", 2)):
+        given = {"gate_grad": gradients[0], "up_grad": gradients[1], "down_grad": gradients[2]}
+        given[name] = weights[weight]
+        for kernels in (cpu, twell):
+            _, kept = kernels.gated_ffn_forward(x, *weights)
+            with pytest.raises(ValueError, match=f"{name} shares memory with a weight, x or dy"):
+                kernels.gated_ffn_backward(x, x, *weights, kept, 0.0, *given.values())
+    in_float32 = [array.astype(np.float32) for array in (x, *weights)]
+    _, kept = cpu.gated_ffn_forward(*in_float32)
+    with pytest.raises(
+        ValueError, match=r"l1_scale 1e\+300 given, a finite number wanted in float32"
+    ):
+        cpu.gated_ffn_backward(
+            in_float32[0], *in_float32, kept, 1e300, *gradients.astype(np.float32)
+        )
     with pytest.raises(ValueError, match="one array given for several"):
         cpu.ffn_backward(x, x, *weights[1:], activations, 0.0, gradients[0], gradients[0])
     with pytest.raises(ValueError, match="'gelu' given, one of relu, silu, relu2 wanted"):

@@ -205,5 +205,5 @@ def test_refuses_what_does_not_fit(rng, machine):
     square = machine.upload(np.ones((20, 8)))
     _, activations = cuda.ffn_forward(square, *weights[1:])
     dy = square.copy()
-    with pytest.raises(ValueError, match="up_grad that shares memory with x or dy given"):
+    with pytest.raises(ValueError, match="up_grad that shares memory with a weight, x or dy given"):
         cuda.ffn_backward(dy, square, *weights[1:], activations, 0.0, square, gradients[0])

@@ -196,7 +196,21 @@ def test_no_token_leaves_the_measured_density(rng):
     assert ffn.auto_state == AutoState(0.25)
 
 
+def test_weights_of_another_byte_order_get_gradients(rng):
+    weights = rng.standard_normal((3, 6, 4)).astype(np.float32)
+    x = rng.standard_normal((5, 4)).astype(np.float32)
+    layers = [GatedFFN("mlp", *weights), GatedFFN("mlp", *weights.astype(">f4"))]
+    inputs = [layer(x)[1](x) for layer in layers]
+    np.testing.assert_array_equal(*inputs)
+    for ours, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        np.testing.assert_array_equal(ours.grad, other.grad)
+
+
 def test_wrong_arguments_are_refused(rng):
+    with pytest.raises(
+        ValueError, match=r"gate_proj.weight of shape \(4,\) given, \(F, D\) wanted"
+    ):
+        GatedFFN("mlp", *np.ones((3, 4), np.float32))
     gate, up, down = rng.standard_normal((3, NEURONS, WIDTH))
     with pytest.raises(ValueError, match=r"mlp.down_proj.weight of shape \(16, 300\)"):
         GatedFFN("mlp", gate, up, down.T)

@@ -78,7 +78,7 @@ def bench_model(
     from twell_numba.device.memory import keep_freed_memory
     from twell_numba.infer.benchmark_model import benchmark_model
 
-    config = _resolve(preset, overrides)
+    config = _resolve(preset, overrides, device)
     counts = _nonzeros(nonzeros, config)
     model_dtype = dtype_of(dtype, device)
     counter = _energy_counter(device)
@@ -128,7 +128,7 @@ def bench_train(
     from twell_numba.device.memory import keep_freed_memory
     from twell_numba.train.benchmark_step import benchmark_step
 
-    config = _resolve(preset, (*overrides, f"seed={seed}"))
+    config = _resolve(preset, (*overrides, f"seed={seed}"), device)
     counts = _nonzeros(nonzeros, config)
     keep_freed_memory()
     stream, counter = _stream(device), _energy_counter(device)
@@ -140,10 +140,19 @@ def bench_train(
     _print(rows, as_json)
 
 
-def _resolve(preset: str, overrides: tuple[str, ...]) -> "TrainConfig":
+def _resolve(preset: str, overrides: tuple[str, ...], device: str) -> "TrainConfig":
+    from twell_numba.layers.ffn import PATHS_OF_ACTIVATION, REASON_OF_ACTIVATION
     from twell_numba.train.config import resolve
 
-    return resolve(preset, None, list(overrides))
+    config = resolve(preset, None, list(overrides))
+    activation = config.activation
+    is_timed = "twell" in PATHS_OF_ACTIVATION[activation]
+    if not is_timed or (activation == "relu2" and device != "cpu"):
+        raise UsageError(
+            f"activation={activation} given, one with a sparse path on {device} wanted to time "
+            f"beside the dense one: {REASON_OF_ACTIVATION[activation]}"
+        )
+    return config
 
 
 def _nonzeros(given: tuple[float, ...], config: "TrainConfig") -> list[float]:

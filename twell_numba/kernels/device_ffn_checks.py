@@ -35,7 +35,12 @@ def forward_arrays(**arrays: Any) -> tuple[int, int, int]:
 
 
 def backward_arrays(
-    dy: Any, x: DeviceArray, neurons: int, activations: Any, wanted: type[Any], **gradients: Any
+    dy: Any,
+    x: DeviceArray,
+    weights: tuple[DeviceArray, ...],
+    activations: Any,
+    wanted: type[Any],
+    **gradients: Any,
 ) -> None:
     """Check what the backward pass gets beside the forward pass's inputs.
 
@@ -44,8 +49,7 @@ def backward_arrays(
     dy : DeviceArray, shape (M, D)
         Of x's dtype.
     x : DeviceArray, shape (M, D)
-    neurons : int
-        F.
+    weights : tuple of DeviceArray, shape (F, D) each
     activations
         From the forward pass; it has a ``shape``, (M, F).
     wanted : type
@@ -57,8 +61,10 @@ def backward_arrays(
     ------
     TypeError, ValueError
         If dtypes or shapes do not fit, the activations are not of the type ``wanted`` or not of
-        this x, arrays are on different GPUs, or a gradient shares memory with another, x or dy.
+        this x, arrays are on different GPUs, or a gradient shares memory with another, a weight, x
+        or dy.
     """
+    neurons = weights[0].shape[0]
     float_arrays(x=x, dy=dy)
     require_shape("dy", dy, x.shape)
     if not isinstance(activations, wanted):
@@ -81,9 +87,9 @@ def backward_arrays(
                 f"one array given for several of {', '.join(gradients)}, one each wanted"
             )
     for name, gradient in gradients.items():
-        if _share_memory(gradient, x) or _share_memory(gradient, dy):
+        if any(_share_memory(gradient, array) for array in (x, dy, *weights)):
             raise ValueError(
-                f"{name} that shares memory with x or dy given, memory of its own wanted"
+                f"{name} that shares memory with a weight, x or dy given, memory of its own wanted"
             )
 
 

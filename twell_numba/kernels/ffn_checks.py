@@ -34,7 +34,10 @@ def forward_inputs(**arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     shape = (weights[0].shape[0], x.shape[1])
     for name, weight in zip(list(arrays)[1:], weights, strict=True):
         if weight.shape != shape:
-            require_shape(name, weight, shape)
+            raise ValueError(
+                f"{name} of shape {weight.shape} given beside x of shape {x.shape}, "
+                f"shape {shape} wanted"
+            )
     return (x, *weights)
 
 
@@ -127,7 +130,7 @@ def sparse_backward_inputs(
 def backward_inputs(
     dy: np.ndarray,
     x: np.ndarray,
-    weight: np.ndarray,
+    weights: tuple[np.ndarray, ...],
     activations: Any,
     wanted: type[Any],
     **gradients: np.ndarray,
@@ -138,14 +141,15 @@ def backward_inputs(
     ------
     TypeError, ValueError
         If the activations are not of the type ``wanted`` or not of this x, a gradient cannot be
-        added to in place, or two gradients are one array.
+        added to in place, or shares memory with another, a weight, x or dy.
     """
     _, dy = float_inputs(x=x, dy=dy)
     require_shape("dy", dy, x.shape)
-    _require_activations(activations, wanted, (x.shape[0], weight.shape[0]))
+    shape = weights[0].shape
+    _require_activations(activations, wanted, (x.shape[0], shape[0]))
     for name, gradient in gradients.items():
-        require_in_place(name, gradient, weight.shape, x.dtype)
-    _require_separate(gradients, [x, dy, weight])
+        require_in_place(name, gradient, shape, x.dtype)
+    _require_separate(gradients, [x, dy, *weights])
     return dy
 
 
@@ -157,13 +161,15 @@ def l1_scale_input(l1_scale: float, dtype: np.dtype) -> np.floating:
     TypeError
         If it is not a number.
     ValueError
-        If it is NaN or infinite.
+        If it is NaN or infinite, or would be in this dtype.
     """
     if isinstance(l1_scale, bool) or not isinstance(l1_scale, Real):
         raise TypeError(f"l1_scale {l1_scale!r} given, a number wanted")
-    if not math.isfinite(l1_scale):
-        raise ValueError(f"l1_scale {l1_scale} given, a finite number wanted")
-    return dtype.type(l1_scale)
+    with np.errstate(over="ignore"):
+        scale = dtype.type(l1_scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"l1_scale {l1_scale} given, a finite number wanted in {dtype}")
+    return scale
 
 
 def _require_activations(activations: Any, wanted: type[Any], shape: tuple[int, int]) -> None:
@@ -189,5 +195,5 @@ def _require_separate(gradients: dict[str, np.ndarray], inputs: list[np.ndarray]
     for name, gradient in gradients.items():
         if any(np.may_share_memory(gradient, array) for array in inputs):
             raise ValueError(
-                f"{name} shares memory with what it is the gradient of, an array of its own wanted"
+                f"{name} shares memory with a weight, x or dy, an array of its own wanted"
             )

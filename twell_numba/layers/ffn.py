@@ -757,7 +757,9 @@ def _require_alike(parameters: list[Parameter]) -> None:
     """Refuse weights of several shapes, formats or block sizes."""
     first = parameters[0]
     for parameter in parameters:
-        if len(parameter.shape) != 2 or parameter.shape != first.shape:
+        if len(parameter.shape) != 2:
+            raise ValueError(f"{parameter.name} of shape {parameter.shape} given, (F, D) wanted")
+        if parameter.shape != first.shape:
             raise ValueError(
                 f"{parameter.name} of shape {parameter.shape} given beside "
                 f"{first.name} of shape {first.shape}; all FFN weights are (F, D), "

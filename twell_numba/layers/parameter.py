@@ -120,7 +120,8 @@ class Parameter:
     def grad_buffer(self) -> Array:
         """Return ``grad`` for adding into, made of zeros on first use."""
         if self.grad is None:
-            dtype = np.float32 if self.value.dtype.itemsize == 2 else None
+            given = self.value.dtype
+            dtype = np.dtype(np.float32) if given.itemsize == 2 else given.newbyteorder("=")
             self.grad = zeros_like(self.value, dtype)
         return self.grad
 

@@ -157,7 +157,7 @@ class ModelConfig:
             if self.d_model % self.n_heads:
                 raise UsageError(
                     f"d_model={self.d_model} is not divisible by n_heads={self.n_heads}: "
-                    f"choose n_heads so that every head has the same width, or give head_dim"
+                    "choose n_heads so that every head has the same width"
                 )
             if self.head_width % 2:
                 raise UsageError(

@@ -143,7 +143,7 @@ def gated_ffn_backward(
     dy = backward_inputs(
         dy,
         x,
-        gate_weight,
+        (gate_weight, up_weight, down_weight),
         activations,
         DenseActivations,
         gate_grad=gate_grad,
@@ -208,8 +208,9 @@ def ffn_backward(
     """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
     function = activation_number(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
+    gradients = {"up_grad": up_grad, "down_grad": down_grad}
     dy = backward_inputs(
-        dy, x, up_weight, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
+        dy, x, (up_weight, down_weight), activations, DenseActivations, **gradients
     )
     up, _, hidden = activations
     scale = l1_scale_input(l1_scale, x.dtype)

@@ -163,11 +163,9 @@ def gated_ffn_backward(
         memory.
     """
     function = activation_number(activation)
-    _, _, neurons = forward_arrays(
-        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
-    )
+    forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     backward_arrays(
-        dy, x, neurons, activations, DenseActivations,
+        dy, x, (gate_weight, up_weight, down_weight), activations, DenseActivations,
         gate_grad=gate_grad, up_grad=up_grad, down_grad=down_grad,
     )  # fmt: skip
     gate, up, hidden = activations
@@ -212,10 +210,10 @@ def ffn_backward(
 ) -> DeviceArray:
     """Differentiate :func:`ffn_forward`; parameters and returns as :func:`gated_ffn_backward`."""
     function = activation_number(activation)
-    _, _, neurons = forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
-    backward_arrays(
-        dy, x, neurons, activations, DenseActivations, up_grad=up_grad, down_grad=down_grad
-    )
+    forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
+    gradients = {"up_grad": up_grad, "down_grad": down_grad}
+    weights = (up_weight, down_weight)
+    backward_arrays(dy, x, weights, activations, DenseActivations, **gradients)
     up, _, hidden = activations
     scale = l1_scale_on_gpu(l1_scale, x.stream)
     d_up = matmul(dy, down_weight, transpose_b=True)

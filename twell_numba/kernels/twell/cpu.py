@@ -197,7 +197,7 @@ def gated_ffn_backward(
     dy = backward_inputs(
         dy,
         x,
-        gate_weight,
+        (gate_weight, up_weight, down_weight),
         activations,
         PackedActivations,
         gate_grad=gate_grad,
@@ -317,8 +317,9 @@ def ffn_backward(
     """
     is_squared = _is_squared(activation)
     x, up_weight, down_weight = forward_inputs(x=x, up_weight=up_weight, down_weight=down_weight)
+    gradients = {"up_grad": up_grad, "down_grad": down_grad}
     dy = backward_inputs(
-        dy, x, up_weight, activations, PackedActivations, up_grad=up_grad, down_grad=down_grad
+        dy, x, (up_weight, down_weight), activations, PackedActivations, **gradients
     )
     packed, tile = activations, activations.tile
     scale = l1_scale_input(l1_scale, x.dtype)

@@ -210,13 +210,11 @@ def gated_ffn_backward(
         As :func:`gated_ffn_forward`; also if the activations are not those of this x, or two
         gradients are one array.
     """
-    *_, neurons = forward_arrays(
-        x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight
-    )
+    forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     gradients = {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad}
-    backward_arrays(dy, x, neurons, activations, DeviceActivations, **gradients)
-    _require_gate(activations, is_wanted=True)
     weights = (gate_weight, up_weight, down_weight)
+    backward_arrays(dy, x, weights, activations, DeviceActivations, **gradients)
+    _require_gate(activations, is_wanted=True)
     return _backward(dy, x, weights, activations, l1_scale, (gate_grad, up_grad, down_grad))
 
 
@@ -257,9 +255,10 @@ def ffn_backward(
 
     Parameters, returns and errors as :func:`gated_ffn_backward`, without the gate.
     """
-    *_, neurons = forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
+    forward_arrays(x=x, up_weight=up_weight, down_weight=down_weight)
     gradients = {"up_grad": up_grad, "down_grad": down_grad}
-    backward_arrays(dy, x, neurons, activations, DeviceActivations, **gradients)
+    given = (up_weight, down_weight)
+    backward_arrays(dy, x, given, activations, DeviceActivations, **gradients)
     _require_gate(activations, is_wanted=False)
     weights = (up_weight, up_weight, down_weight)
     return _backward(dy, x, weights, activations, l1_scale, (up_grad, up_grad, down_grad))
