@@ -21,7 +21,7 @@ from twell_numba.infer.evaluate import Evaluation, evaluate
 from twell_numba.infer.generate import generate
 from twell_numba.layers.loss import cross_entropy_loss
 from twell_numba.models.cache import KVCache
-from twell_numba.models.tokenizer import TextTokenizer
+from twell_numba.models.tokenizer import ByteTokenizer, TextTokenizer
 from twell_numba.models.transformer import Transformer
 from twell_numba.train.batches import validation_windows
 from twell_numba.train.checkpoints import (
@@ -156,17 +156,29 @@ class _Run:
         return self._finish(evaluation)
 
     def _begin(self) -> None:
-        if self.config.tokenizer == "bpe":
+        is_prepared = Path(self.config.data).suffix == SUFFIX
+        if self.config.tokenizer == "bpe" and not is_prepared:
             self.reporter.note(f"preparing {self.config.data} with a bpe tokenizer ...")
         model = tokenizer = None
         if self.config.initial_model:
             self.reporter.note(f"reading {self.config.initial_model} and {self.config.data} ...")
             model, tokenizer = load_initial_model(self.config)
         self.corpus = load_corpus(self.config, tokenizer)
+        if is_prepared and not self.config.initial_model:
+            self._note_other_tokenizer()
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus, model)
         self._move_to_device()
         self._report_start()
+
+    def _note_other_tokenizer(self) -> None:
+        """Say where prepared data has another tokenizer than the settings ask for."""
+        asked, has = self.config.tokenizer, self.corpus.tokenizer
+        if (asked == "byte") != isinstance(has, ByteTokenizer):
+            self.reporter.note(
+                f"{self.config.data} was prepared with a tokenizer of {has.vocab_size} tokens, "
+                f"which is used; tokenizer={asked} is not"
+            )
 
     def _load(self) -> None:
         step, checkpoint = self.run.latest_checkpoint()

@@ -308,7 +308,9 @@ def test_statistics(rng, gated):
 
 def test_wrong_arguments_are_refused(rng):
     x, gate, up, down = make_problem(rng, 4, 8, 40, 4)
-    with pytest.raises(ValueError, match=r"down_weight of shape \(8, 40\) given beside x.*\(40, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"down_weight of shape \(8, 40\) given beside x.*\(40, 8\)"
+    ):
         cpu.gated_ffn_forward(x, gate, up, down.T)
     with pytest.raises(TypeError, match="float32 or float64 wanted"):
         cpu.gated_ffn_forward(x.astype(np.float16), gate, up, down)

@@ -846,6 +846,23 @@ def test_prepared_data_trains_as_the_text_does(tmp_path, config, text_file):
     assert outcome(tmp_path / "prepared") == outcome(tmp_path / "text")
 
 
+def test_prepared_data_has_its_own_tokenizer(tmp_path, config, text_file):
+    prepare(str(text_file), tmp_path / "data.bin", tokenizer="bpe", bpe_vocab_size=260)
+    notes = []
+
+    class Noting(Reporter):
+        def note(self, line):
+            notes.append(line)
+
+    for tokenizer, is_said in (("byte", True), ("bpe", False)):
+        settings = [f"data={tmp_path / 'data.bin'}", f"tokenizer={tokenizer}", "steps=1"]
+        quiet_train(with_overrides(config, settings), tmp_path / tokenizer, False, Noting())
+        said = [line for line in notes if "was prepared with a tokenizer of 260 tokens" in line]
+        assert bool(said) == is_said, notes
+        assert not any("with a bpe tokenizer" in line for line in notes)
+        notes.clear()
+
+
 def test_damaged_tokens_are_named(tmp_path, config):
     corpus = load_corpus(config)
     trainer = Trainer(config, corpus)
