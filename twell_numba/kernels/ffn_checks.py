@@ -161,15 +161,13 @@ def l1_scale_input(l1_scale: float, dtype: np.dtype) -> np.floating:
     TypeError
         If it is not a number.
     ValueError
-        If it is NaN or infinite, or would be in this dtype.
+        If it is NaN or infinite; one too large for the dtype becomes infinite, and so do gradients.
     """
     if isinstance(l1_scale, bool) or not isinstance(l1_scale, Real):
         raise TypeError(f"l1_scale {l1_scale!r} given, a number wanted")
-    with np.errstate(over="ignore"):
-        scale = dtype.type(l1_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"l1_scale {l1_scale} given, a finite number wanted in {dtype}")
-    return scale
+    if not math.isfinite(l1_scale):
+        raise ValueError(f"l1_scale {l1_scale} given, a finite number wanted")
+    return dtype.type(l1_scale)
 
 
 def _require_activations(activations: Any, wanted: type[Any], shape: tuple[int, int]) -> None:
