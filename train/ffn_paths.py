@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from twell_numba.layers.ffn import has_sparse_path
 from twell_numba.models.transformer import Transformer
 
 
@@ -13,8 +14,7 @@ def possible_paths(model: Transformer) -> tuple[str, ...]:
     """
     if model.ffn_path != "auto" or model.weight_format != "dense":
         return (model.ffn_path,)
-    activation, on_gpu = model.config.activation, model.stream is not None
-    has_twell = activation == "relu" or (activation == "relu2" and not on_gpu)
+    has_twell = has_sparse_path(model.config.activation, on_gpu=model.stream is not None)
     return ("twell", "dense") if has_twell else ("dense",)
 
 

@@ -164,8 +164,7 @@ class _Run:
             self.reporter.note(f"reading {self.config.initial_model} and {self.config.data} ...")
             model, tokenizer = load_initial_model(self.config)
         self.corpus = load_corpus(self.config, tokenizer)
-        if is_prepared and not self.config.initial_model:
-            self._note_other_tokenizer()
+        self._note_other_tokenizer()
         self._prepare_validation()
         self.trainer = Trainer(self.config, self.corpus, model)
         self._move_to_device()
@@ -174,7 +173,7 @@ class _Run:
     def _note_other_tokenizer(self) -> None:
         """Say where prepared data has another tokenizer than the settings ask for."""
         asked, has = self.config.tokenizer, self.corpus.tokenizer
-        if (asked == "byte") != isinstance(has, ByteTokenizer):
+        if asked != "model" and (asked == "byte") != isinstance(has, ByteTokenizer):
             self.reporter.note(
                 f"{self.config.data} was prepared with a tokenizer of {has.vocab_size} tokens, "
                 f"which is used; tokenizer={asked} is not"

@@ -242,7 +242,7 @@ class RecordedStep:
             tokens = np.stack([windows[:, :-1].ravel(), windows[:, 1:].ravel()])
             self._tokens.copy_from(tokens)
             self._kernels = kernels = self._next_kernels()
-            if self._is_to_be_measured(kernels):
+            if self._is_to_be_measured():
                 self._recorded.clear()  # also of what was learned before
             is_recorded = kernels in self._recorded
             if not is_recorded:
@@ -252,16 +252,17 @@ class RecordedStep:
             if is_recorded:  # other calls count for themselves
                 for ffn in self._model.ffn_layers:
                     ffn.count_sharing_tokens(self._tokens_at_once)
-            if self._is_to_be_measured(self._next_kernels()):
+            if self._is_to_be_measured():
                 # all layers at once: what is recorded has to be recorded anew for any of them
                 for ffn in self._model.ffn_layers:
                     ffn.measure_sharing_anew()
 
-    def _is_to_be_measured(self, kernels: _Kernels) -> bool:
-        """Return whether a layer is to measure sharing, which no replay does."""
+    def _is_to_be_measured(self) -> bool:
+        """Return whether a layer is to measure sharing in its next call, which no replay does."""
+        tokens = self._tokens_at_once
         return any(
-            path == "twell" and ffn.measures_sharing(self._tokens_at_once)
-            for path, ffn in zip(kernels.paths, self._model.ffn_layers, strict=True)
+            ffn.measures_sharing(tokens) and ffn.next_path(tokens) == "twell"
+            for ffn in self._model.ffn_layers
         )
 
     def _make_room(self) -> None:

@@ -254,12 +254,9 @@ class Trainer:
         with _part_of(state, "dead_neurons") as dead_neurons:
             self.dead_neurons.load_state_dict(dead_neurons)
         with _part_of(state, "ffn_auto") as auto_states:
-            for ffn, auto_state in zip(self.model.ffn_layers, auto_states, strict=True):
-                ffn.auto_state = _auto_state(auto_state)
-            for layer, (_, _, *sharing) in enumerate(auto_states):
-                if sharing and sharing[0] and layer not in self._patterns:  # an older checkpoint's
-                    ffn = self.model.ffn_layers[layer]
-                    ffn.auto_state = ffn.auto_state._replace(sharing_tokens=None)
+            saved_states = zip(self.model.ffn_layers, auto_states, strict=True)
+            for layer, (ffn, auto_state) in enumerate(saved_states):
+                ffn.auto_state = _auto_state(auto_state, has_pattern=layer in self._patterns)
         if self.weight_sparsity.controller is not None:
             with _part_of(state, "weight_l1_strength") as strength:
                 self.weight_sparsity.controller.restore(strength)
@@ -477,7 +474,7 @@ def _part_of(state: dict[str, Any], name: str) -> Iterator[Any]:
         raise ValueError(f"{name} is {shown(part)}, not what a run saves") from error
 
 
-def _auto_state(saved: Any) -> AutoState:
+def _auto_state(saved: Any, *, has_pattern: bool) -> AutoState:
     """Return a layer's state as it was saved; older checkpoints hold the first two or four."""
     density, unmeasured_tokens, *sharing = saved
     is_learned, sharing_tokens, *limit = sharing or (False, None)
@@ -491,8 +488,8 @@ def _auto_state(saved: Any) -> AutoState:
         or type(took_twell) is not bool
     ):
         raise ValueError(f"{saved!r} in ffn_auto")
-    if is_learned and not limit:
-        sharing_tokens = None  # up to which density is still to be measured
+    if is_learned and not (has_pattern and limit):
+        sharing_tokens = None  # by what, or up to which density, is still to be measured
     return AutoState(density, unmeasured_tokens, None, sharing_tokens, densest, took_twell)
 
 

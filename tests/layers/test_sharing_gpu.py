@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra cuda)")
 
-from twell_numba.kernels.twell import cuda  # noqa: E402
+from twell_numba.kernels.twell import cuda, shared_lists  # noqa: E402
 from twell_numba.kernels.twell.token_groups import Sharing  # noqa: E402
 from twell_numba.layers import GatedFFN, TwoMatrixFFN, ffn  # noqa: E402
 
@@ -102,6 +102,10 @@ def test_a_layer_with_sparse_weights_does_not_share(rng, machine, weight_format,
         parameter.move_to_gpu(machine.gpu.stream, np.float32)
     layer(machine.upload(rng.standard_normal((40, 32)).astype(np.float32)))
     assert layer.auto_state == ffn.AutoState()
+
+
+def test_no_more_entries_are_tried_out_than_a_block_can_have():
+    assert ffn.GPU_SHARING_ENTRIES == shared_lists.ENTRIES // shared_lists.TOKENS
 
 
 def test_calls_are_counted_where_they_have_many_tokens(rng, layer_calls):

@@ -285,6 +285,13 @@ def test_auto_goes_by_what_layers_measure_of_sharing(machine, monkeypatch):
     resumed.load_state(json.loads(json.dumps(trainer.state_dict())), arrays)
     for layer, other in zip(layers, resumed.model.ffn_layers, strict=True):
         assert other.auto_state == layer.auto_state._replace(learned=None)
+    # of before densities were measured, and one of which the pattern is not there
+    for numbers, kept in ((4, arrays), (6, trainer.optimizer.state_arrays())):
+        state = json.loads(json.dumps(trainer.state_dict()))
+        state["ffn_auto"] = [saved[:numbers] for saved in state["ffn_auto"]]
+        older = trainer_of(ffn_path="auto")
+        older.load_state(state, kept)
+        assert all(layer.measures_sharing(8) for layer in older.model.ffn_layers)
 
     # one layer is due, and all measure with it: recordings are made anew for one as for all
     state = layers[0].auto_state

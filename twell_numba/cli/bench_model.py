@@ -141,13 +141,12 @@ def bench_train(
 
 
 def _resolve(preset: str, overrides: tuple[str, ...], device: str) -> "TrainConfig":
-    from twell_numba.layers.ffn import PATHS_OF_ACTIVATION, REASON_OF_ACTIVATION
+    from twell_numba.layers.ffn import REASON_OF_ACTIVATION, has_sparse_path
     from twell_numba.train.config import resolve
 
     config = resolve(preset, None, list(overrides))
     activation = config.activation
-    is_timed = "twell" in PATHS_OF_ACTIVATION[activation]
-    if not is_timed or (activation == "relu2" and device != "cpu"):
+    if not has_sparse_path(activation, on_gpu=device != "cpu"):
         raise UsageError(
             f"activation={activation} given, one with a sparse path on {device} wanted to time "
             f"beside the dense one: {REASON_OF_ACTIVATION[activation]}"

@@ -461,9 +461,7 @@ class FeedForward:
             if is_on_gpu(x) and self._can_share(len(x)):
                 self._measure_sharing(activations if may_share else None, x)
             if self._chooses(is_on_gpu(x)):
-                self._measure(len(x))
-                took_twell = is_on_gpu(x) and path == "twell"
-                self.auto_state = self.auto_state._replace(took_twell=took_twell)
+                self._measure(len(x), took_twell=is_on_gpu(x) and path == "twell")
 
         def backprop(dy: Array) -> Array:
             gradients = [parameter.grad_buffer() for parameter in parameters]
@@ -502,7 +500,7 @@ class FeedForward:
             If the path ``twell`` is set for squared ReLU, and the call is one on a GPU.
         """
         on_gpu = tokens_on_gpu is not None
-        if self.path == "twell" and self.activation == "relu2" and on_gpu:
+        if self.path == "twell" and not has_sparse_path(self.activation, on_gpu=on_gpu):
             raise ValueError(
                 "FFN path 'twell' given for the activation relu2 on a GPU, auto or dense wanted: "
                 f"{REASON_OF_ACTIVATION['relu2']}"
@@ -523,7 +521,7 @@ class FeedForward:
         """Return whether the path is chosen by the density of activations."""
         if self.path != "auto" or self.weight_format != "dense" or self.is_float8:
             return False
-        return self.activation == "relu" or (self.activation == "relu2" and not on_gpu)
+        return has_sparse_path(self.activation, on_gpu=on_gpu)
 
     def _require_format(self, weight_format: str) -> None:
         if weight_format != "dense" and self.activation != "relu":
@@ -594,13 +592,13 @@ class FeedForward:
             is_due = seen >= max(TOKENS_A_MEASUREMENT_OF_SHARING, calls * tokens)
             self.auto_state = self.auto_state._replace(sharing_tokens=None if is_due else seen)
 
-    def _measure(self, tokens: int) -> None:
+    def _measure(self, tokens: int, *, took_twell: bool) -> None:
         density, unmeasured_tokens, *_ = self.auto_state
         unmeasured_tokens += tokens
         if tokens and (density is None or unmeasured_tokens >= TOKENS_A_MEASUREMENT):
             density, unmeasured_tokens = self.statistics.density, 0
         self.auto_state = self.auto_state._replace(
-            density=density, unmeasured_tokens=unmeasured_tokens
+            density=density, unmeasured_tokens=unmeasured_tokens, took_twell=took_twell
         )
 
 
@@ -664,6 +662,12 @@ class TwoMatrixFFN(FeedForward):
         self.up = make_parameter(f"{prefix}.up_proj.weight", up)
         self.down = make_parameter(f"{prefix}.down_proj.weight", down)
         super().__init__(path, activation)
+
+
+def has_sparse_path(activation: str, *, on_gpu: bool) -> bool:
+    """Return whether an activation has the path ``twell``, on a GPU or on the CPU."""
+    has_it = "twell" in PATHS_OF_ACTIVATION[activation]
+    return has_it and not (on_gpu and activation == "relu2")
 
 
 def fastest_format(weights: list[Operand], block_size: int = DEFAULT_BLOCK_SIZE) -> str:

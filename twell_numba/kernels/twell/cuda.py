@@ -207,8 +207,8 @@ def gated_ffn_backward(
     Raises
     ------
     TypeError, ValueError
-        As :func:`gated_ffn_forward`; also if the activations are not those of this x, or two
-        gradients are one array.
+        As :func:`gated_ffn_forward`; also if the activations are not those of this x, or a gradient
+        shares memory with another, a weight, x or dy.
     """
     forward_arrays(x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     gradients = {"gate_grad": gate_grad, "up_grad": up_grad, "down_grad": down_grad}

@@ -919,9 +919,10 @@ def backward_entries(
     hot = packed.hot if hot_neurons.fits(len(dy)) else None
     lists, entry_places = list_by_neuron(packed, None if hot is None else hot.is_hot)
     shared = _list(packed)
-    of_entries = (entry_places, lists.coefficients)
-    panels = backward_dots(dy, down_weight, packed, shared, l1_scale, *of_entries)
-    del entry_places, of_entries  # memory for what follows
+    panels = backward_dots(
+        dy, down_weight, packed, shared, l1_scale, entry_places, lists.coefficients
+    )
+    del entry_places  # memory for what follows
     dx = backward_sums(gate_weight, up_weight, shared, panels, dy.shape)
     del shared, panels
     add_weight_gradients(dy, x, lists, (down_grad, pattern_grad, up_grad))
