@@ -248,9 +248,9 @@ def test_what_is_recomputed_is_not_measured_again(monkeypatch: pytest.MonkeyPatc
     model, measured = model_of(CONFIG, np.float32, "auto"), []
     measure = FeedForward._measure
 
-    def measure_and_note(ffn: FeedForward, tokens: int) -> None:
+    def measure_and_note(ffn: FeedForward, tokens: int, *, took_twell: bool) -> None:
         measured.append(ffn)
-        measure(ffn, tokens)
+        measure(ffn, tokens, took_twell=took_twell)
 
     monkeypatch.setattr(FeedForward, "_measure", measure_and_note)
     for calls in (1, 2):
